@@ -56,8 +56,6 @@ class Requirement:
     """Formats of the model that it computes in; empty: all."""
     narrow_states: bool = True
     """Whether it can keep an optimizer's states in fewer than 32 bits."""
-    keeps_to_sms: bool = True
-    """Whether it can leave SMs of a GPU to what runs beside it."""
     fp8_recipes: tuple[str, ...] = ()
     """Of precision.recipe, those whose scales it takes; empty: all."""
     writes_fp8: bool = False
@@ -256,7 +254,7 @@ CATALOG: dict[str, Operation] = {
     "adamw": Operation(
         {
             "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
-            "torch": Requirement(narrow_states=False, keeps_to_sms=False),
+            "torch": Requirement(narrow_states=False),
             "reference": Requirement(),
         }
     ),
@@ -293,8 +291,6 @@ class Use:
     """Of its matrices on one rank."""
     narrow_states: bool = False
     """An optimizer's states are kept in fewer than 32 bits."""
-    beside_forward: bool = False
-    """It runs beside a forward pass, which needs SMs."""
 
 
 _PLAIN = Use()
@@ -322,8 +318,6 @@ def unmet(
             return lacks
     if use.narrow_states and not need.narrow_states:
         return "keeps states in 32 bits"
-    if device == "cuda" and use.beside_forward and not need.keeps_to_sms:
-        return "takes all SMs, of which parallelism.update=under_forward leaves some to products"
     if use.precision is not None and need.precisions and use.precision not in need.precisions:
         return f"needs {one_of(need.precisions)}, the model is in {use.precision}"
     if use.fp8_recipe is not None and need.fp8_recipes and use.fp8_recipe not in need.fp8_recipes:

@@ -2,7 +2,7 @@
 
 Counted, but for six constants of the runtime that hold for every model: SUSTAINED, GAPS_SECONDS and OVERLAPPED_COST in
 layer_time.py, TURNING in work.py, _UPDATE_REACHES and BESIDE_PASSES below. They were set where runs of 1B and 8B layers
-were measured. A seventh, _UPDATE_HIDES, is a guess.
+were measured.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from megaspec.estimate.communication import transfer_of, transfers
 from megaspec.estimate.flops import flops_per_sequence
 from megaspec.estimate.formula import sharing_ranks
 from megaspec.estimate.hardware import Hardware
-from megaspec.estimate.layer_run import degrees_of, layer_run
+from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.layer_time import (
     COMPUTED,
     KINDS,
@@ -31,7 +31,7 @@ from megaspec.estimate.layer_time import (
 )
 from megaspec.estimate.memory import kept_by_layer
 from megaspec.estimate.muon_matrices import orthogonalising_seconds
-from megaspec.estimate.parameters import holds_embedding, trained_parameters, trained_weights
+from megaspec.estimate.parameters import holds_embedding, trained_parameters
 from megaspec.estimate.schedule import bubble, shape_of
 from megaspec.estimate.step_communication import gradient_width, step_collectives
 from megaspec.estimate.throughput import MeasuredThroughput
@@ -52,9 +52,6 @@ _UPDATE_REACHES = 0.81
 # update weights: what the data sheets of PCIe 5 x16 and of a server with 8 GPUs leave after some loss. Not measured.
 _HOST_LINK = 50e9
 _HOST_UPDATES = 40e9
-# Of what an update under the forward pass could hide, the share that a step becomes shorter by: products lose the SMs
-# that it holds, and bandwidth. Not measured: half of it is a guess that is to be too low.
-_UPDATE_HIDES = 0.5
 # Bytes of a number of the optimizer's state, by its format.
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 # Passes over a gradient, in its width, of optimizers that work on one tensor after the other, operation by operation.
@@ -332,34 +329,7 @@ def _step_end(recipe: Recipe, passes: _PipelinePasses, rank: int, throughput: Me
     update = _update_seconds(recipe, trained, throughput)
     if isinstance(recipe.optim, MuonSpec):
         update += orthogonalising_seconds(recipe, recipe.optim, chunks, throughput)
-    cost = passes.of_micro_batch(rank)
-    if recipe.parallelism.update == "under_forward":
-        hidden = _hideable_seconds(recipe, trained, chunks, throughput)
-        update -= _UPDATE_HIDES * min(hidden, sum(cost.forward))
-    return _StepEnd(_exposed_exchange(recipe, exchange, chunks, cost, throughput), update)
-
-
-def _hideable_seconds(
-    recipe: Recipe, trained: WeightCount, chunks: tuple[Chunk, ...], throughput: MeasuredThroughput
-) -> float:
-    """Of an update, what the forward pass has something to run beside: neither the norm nor the first two units."""
-    facts = facts_of(recipe)
-    degrees = degrees_of(recipe)
-    dense = 0
-    expert = 0
-    layers = chunks[0].layers[:2]
-    if chunks[0].embedding:
-        layers = layers[:1]
-        dense += facts.trained_position_weights
-        if not facts.embedding_table.is_frozen:
-            dense += facts.table_on(tp=degrees.tp)
-    for kind, count in facts.kinds_of(layers).items():
-        weights = trained_weights(kind, degrees)
-        dense += count * weights.dense
-        expert += count * weights.expert
-    update = _update(recipe, WeightCount(trained.dense - dense, trained.expert - expert))
-    moved = (update.on_gpu - gradient_width(recipe)) * update.parameters
-    return throughput.memory_seconds(moved / _UPDATE_REACHES)
+    return _StepEnd(_exposed_exchange(recipe, exchange, chunks, passes.of_micro_batch(rank), throughput), update)
 
 
 @dataclass(frozen=True)

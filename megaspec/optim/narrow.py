@@ -42,16 +42,13 @@ class Decoded(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def build_adamw(
-    weights: Mapping[str, Tensor], spec: AdamWSpec | MuonSpec, *, kernel: str, sms: int | None = None
-) -> MasterOptimizer:
-    """AdamW with the states that the spec names, updated by the implementation of adamw of that name. `sms`: of a GPU,
-    that the update may hold; None: all. torch's knows no bounds, and is refused where there are any."""
+def build_adamw(weights: Mapping[str, Tensor], spec: AdamWSpec | MuonSpec, *, kernel: str) -> MasterOptimizer:
+    """AdamW with the states that the spec names, updated by the implementation of adamw of that name."""
     formats = spec.formats if isinstance(spec, AdamWSpec) else StateFormats()
     if kernel == "torch":
         assert formats == StateFormats(), f"kernels.adamw=torch keeps states in 32 bits, optim.formats={formats}"
         return AdamW(weights, spec)
-    return NarrowAdamW(weights, spec, formats=formats, kernel=REGISTRY["adamw"][kernel], sms=sms)
+    return NarrowAdamW(weights, spec, formats=formats, kernel=REGISTRY["adamw"][kernel])
 
 
 class NarrowAdamW(MasterOptimizer):
@@ -62,21 +59,13 @@ class NarrowAdamW(MasterOptimizer):
     """
 
     def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        spec: AdamWSpec | MuonSpec,
-        *,
-        formats: StateFormats,
-        kernel: AdamWKernel,
-        sms: int | None = None,
+        self, weights: Mapping[str, Tensor], spec: AdamWSpec | MuonSpec, *, formats: StateFormats, kernel: AdamWKernel
     ):
-        """`sms`: of a GPU, that the update may hold; None: all."""
         # before the base class makes the masters
         self._is_split = formats.master == "fp16"
         super().__init__(weights)
         self._spec = spec
         self._kernel = kernel
-        self._sms = sms
         # Parameters of which this rank holds anything, by their number: the kernel takes lists.
         held = [name for name, weight in self.weights.items() if weight.numel()]
         self._number = {name: number for number, name in enumerate(held)}
@@ -184,7 +173,7 @@ class NarrowAdamW(MasterOptimizer):
                 self._listed(gradients),
                 list(map(decays, weights)),
                 keys,
-                Step(lr, weight_decay, spec.beta1, spec.beta2, spec.eps, divide_by, skip, self._updates, self._sms),
+                Step(lr, weight_decay, spec.beta1, spec.beta2, spec.eps, divide_by, skip, self._updates),
             )
         self.count_update(skip)
 

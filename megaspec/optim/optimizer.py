@@ -17,8 +17,7 @@ OptimizerBuilder = Callable[[Mapping[str, Tensor], Any], MasterOptimizer]
 OPTIMIZERS: Mapping[type[OptimizerSpec], OptimizerBuilder] = {SgdSpec: Sgd}
 
 OptimizerMaker = Callable[..., MasterOptimizer]
-"""(weights, adamw=the implementation of AdamW) -> the optimizer over this rank's shares of the weights. One of AdamW
-may be told how many SMs its update may hold, `sms`."""
+"""(weights, adamw=the implementation of AdamW) -> the optimizer over this rank's shares of the weights"""
 
 
 def build_optimizer(
@@ -26,15 +25,13 @@ def build_optimizer(
     spec: OptimSpec,
     *,
     adamw: str,
-    sms: int | None = None,
     matrices: Matrices | None = None,
     optimizers: Mapping[type[OptimizerSpec], OptimizerBuilder] = OPTIMIZERS,
 ) -> MasterOptimizer:
     """The optimizer that a spec names, over this rank's shares of the model's current weights.
 
-    `adamw`: the implementation of AdamW. `sms`: of a GPU, that its update may hold; None: all. `matrices`, for Muon:
-    which parameters are hidden matrices, and the way to whole ones. `optimizers`: ours, and those of plug-ins where
-    there are any.
+    `adamw`: the implementation of AdamW. `matrices`, for Muon: which parameters are hidden matrices, and the way to
+    whole ones. `optimizers`: ours, and those of plug-ins where there are any.
     """
     if type(spec) in optimizers:
         return optimizers[type(spec)](weights, spec)
@@ -45,4 +42,4 @@ def build_optimizer(
     assert type(spec) is AdamWSpec, (
         f"optim.kind={spec.kind} has no builder: add {type(spec).__name__} to OPTIMIZERS in {__name__}"
     )
-    return build_adamw(weights, spec, kernel=adamw, sms=sms)
+    return build_adamw(weights, spec, kernel=adamw)

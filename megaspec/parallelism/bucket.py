@@ -128,8 +128,6 @@ class Bucket:
         """The whole weights are there, or on their way."""
         self.gathered: torch.cuda.Event | None = None
         """Until this has happened the whole weights are not there."""
-        self.updates: list[int] = []
-        """The groups of an update under the forward pass that change the weights."""
 
     def hold_weights(self, parameters: Mapping[str, nn.Parameter], *, kept: bool) -> None:
         """Moves the parameters into a flat buffer; they stay the same objects. Without memory so far they hold NaN."""
@@ -162,11 +160,11 @@ class Bucket:
         self._gathered_buffer.allocate()
 
     def gather(self) -> None:
-        """Fills the whole weights, or bytes, from all ranks' shards, where they are shared out."""
+        """Fills the whole weights, or bytes, from all ranks' shards."""
         buffer = self._gathered_buffer
         if self.shard_group.gather is not None:
             _all_gather(buffer.whole, buffer.own, group=self.shard_group.gather)
-        elif buffer is not None and not buffer.kept:
+        elif not buffer.kept:
             buffer.whole.copy_(buffer.own)
 
     def free(self) -> None:
@@ -175,7 +173,7 @@ class Bucket:
         self.holds_bytes = False
 
     @property
-    def _gathered_buffer(self) -> Buffer | None:
+    def _gathered_buffer(self) -> Buffer:
         return self.bytes if self.holds_bytes else self.weights
 
     def scatter(self, form: torch.dtype | None, *, add: bool) -> None:

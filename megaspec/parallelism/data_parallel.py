@@ -12,11 +12,6 @@ fsdp, hsdp  as zero2                                          shard; the whole w
 A frozen parameter has no sum, and lies in a bucket of its own kind: with fsdp and hsdp shared out as all weights are,
 otherwise whole on every rank, since nobody updates it.
 
-Note "Update under the forward pass". The update goes unit by unit, in the order of the forward pass, in groups that the
-optimizer starts beside the computation. A unit's run waits for the groups that its buckets lie in, and shards are
-gathered behind theirs: one unit ahead, as fsdp does. The first backward pass of a step, which writes into the
-gradients that the update reads, is behind all groups, and so is whoever calls `wait_weights`.
-
 Shards are summed over their replicas once a step. Reductions and gathers have communicators and streams of their own,
 so that they run beside each other and the computation. Whole buffers get and lose memory in the order of the
 computation's stream, which waits for a collective before the memory that it works on is dropped.
@@ -35,7 +30,6 @@ from torch.autograd import Variable
 
 from megaspec.core.layout import Layout, replicated
 from megaspec.core.layout import rows as rows_of
-from megaspec.core.update_group import UpdateGroup
 from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.each_norm import each_norm
@@ -44,14 +38,14 @@ from megaspec.nn.head.module import OutputHead
 from megaspec.nn.linear import Linear, WeightGradientSums
 from megaspec.nn.range_names import OPTIMIZER
 from megaspec.nn.ranges import marked
-from megaspec.nn.transfer import Deferred, Side
+from megaspec.nn.transfer import Side
 from megaspec.parallelism.bucket import Bucket, ShardGroup
 from megaspec.parallelism.flat import divide
 from megaspec.parallelism.fp8_gather import Fp8Gather
 from megaspec.parallelism.gathers import Gathers
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.reductions import Reductions
-from megaspec.parallelism.spec import DpStrategy, UpdateTime
+from megaspec.parallelism.spec import DpStrategy
 
 
 @dataclass(frozen=True)
@@ -68,8 +62,6 @@ class Sharing:
     """Reduce while the backward pass still runs; else after it, with zero2, fsdp and hsdp after each unit."""
     overlap_param_gather: bool = True
     """Gather weights while what comes before them still runs."""
-    update: UpdateTime = "at_once"
-    """When weights are updated."""
 
 
 @dataclass
@@ -97,8 +89,6 @@ class DataParallel:
     `apply` makes what follows. `parameters`: the model's on this rank, by global name; with fsdp and hsdp they have
     memory inside `full_weights` and while their unit runs. `gradients`, `weights`, `shards`: what the optimizer works
     on: this rank's rows of each parameter's gradient, of the parameter itself, and where they lie in the global one.
-
-    `update_groups`: in which the optimizer updates under the forward pass, by `deferred`; None: it does so at once.
 
     `norms`: of gradients that nobody changes behind `finish_grads`, this rank's rows, scalars; there behind it.
 
@@ -147,11 +137,6 @@ class DataParallel:
         self._units = [self._units_of(chunk, parameters) for chunk, parameters in zip(chunks, held, strict=True)]
         self._linears = self._linears_of(chunks)
         self._make_buckets(held, shared)
-        self.update_groups = self._make_update_groups()
-        self.deferred = None
-        if self._sharing.update == "under_forward":
-            # first in line: the forward pass waits for it
-            self.deferred = Deferred(self._mesh.device, priority=-1)
         self._changed_later = changed_later
         self.norms: dict[str, Tensor] = {}
         self._reductions = self._make_reductions()
@@ -161,12 +146,12 @@ class DataParallel:
                 if bucket.names[0] in self._narrow:
                     bucket.hold_bytes()
         self._on_update = on_update
-        self._gathers = self._make_gathers(on_free)
+        self._gathers = self._make_gathers([b for b in self.buckets if self.is_gathered(b)], on_free)
         self._reductions.connect(self._linears, self._tables_of(chunks), sums)
         self._share_out(layouts)
         self._backward_at: list[_ShardedUnit | None] = [None] * len(chunks)
         """The unit of each chunk whose backward pass runs."""
-        if is_shared_out or self.deferred is not None:
+        if is_shared_out:
             self._wrap_units()
 
     def is_gathered(self, bucket: Bucket) -> bool:
@@ -193,10 +178,7 @@ class DataParallel:
         with marked(OPTIMIZER):
             self.norms |= each_norm(stay)
 
-    def _make_gathers(self, on_free: Callable[[Sequence[str]], None]) -> Gathers:
-        is_late = self.deferred is not None
-        # whole weights are there once they are updated, where nothing is shared out
-        buckets = [one for one in self.buckets if self.is_gathered(one) or (is_late and one.is_trained)]
+    def _make_gathers(self, buckets: Sequence[Bucket], on_free: Callable[[Sequence[str]], None]) -> Gathers:
         return Gathers(
             # weights are needed from the first unit to the last, gradients are made the other way round
             buckets[::-1],
@@ -205,14 +187,7 @@ class DataParallel:
             overlap=self._sharing.overlap_param_gather,
             on_free=on_free,
             on_bytes=self._hold_bytes,
-            late=is_late,
-            before=self._wait_for_update,
         )
-
-    def _wait_for_update(self, bucket: Bucket) -> None:
-        """What the current stream starts from here on finds this rank's share of the weights updated."""
-        for number in bucket.updates:
-            self.deferred.wait(number)
 
     def _hold_bytes(self, bucket: Bucket) -> None:
         self._in_fp8.hold(bucket)
@@ -284,24 +259,6 @@ class DataParallel:
             for one in units:
                 # each once, in the order of the unit's parameters
                 one.buckets = list(dict.fromkeys(self._bucket_of[name] for name in one.names))
-
-    def _make_update_groups(self) -> list[UpdateGroup]:
-        """One for each unit in the order of the forward pass: what is trained there and in none before it."""
-        groups: list[UpdateGroup] = []
-        if self._sharing.update == "at_once":
-            return groups
-        updated: set[str] = set()
-        for chunk, units in enumerate(self._units):
-            for index, one in enumerate(units):
-                names = [name for name in one.names if self._facts[name].is_trained and name not in updated]
-                if not names:
-                    continue
-                updated |= set(names)
-                for bucket in dict.fromkeys(self._bucket_of[name] for name in names):
-                    bucket.updates.append(len(groups))
-                # the first unit waits for its own, and the second one's is all that the first could hide
-                groups.append(UpdateGroup(names, is_exposed=chunk == 0 and index < 2))
-        return groups
 
     def _groups(
         self, held: Sequence[Mapping[str, nn.Parameter]], shared: frozenset[str]
@@ -408,9 +365,6 @@ class DataParallel:
 
     def start_backward(self, chunk: int, *, last: bool) -> None:
         """Call before each backward pass of a micro batch through a chunk; `last`: it is the step's last one there."""
-        if self.deferred is not None:
-            # it reads the gradients that this pass writes
-            self.deferred.join()
         self._reductions.start_backward(chunk, last=last)
         # a stage may be empty
         if self._shards_weights and self._units[chunk]:
@@ -436,11 +390,7 @@ class DataParallel:
         self._gathers.renew()
 
     def wait_weights(self) -> None:
-        """What is started after it finds the parameters up to date; with fsdp and hsdp inside `full_weights` only.
-
-        Shards, which no rank sends, are up to date with every strategy. All ranks call it together."""
-        if self.deferred is not None:
-            self.deferred.join()
+        """What is started after it finds the parameters up to date; with fsdp and hsdp inside `full_weights` only."""
         self._gathers.wait()
 
     @contextmanager

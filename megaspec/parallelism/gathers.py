@@ -10,8 +10,7 @@ class Gathers:
     """Knows where the whole weights of each bucket are there.
 
     `kept`: everywhere, gathered after each update. Otherwise from `prefetch` or `unshard` to the last `reshard`.
-    `overlap`: gathers run beside the computation that does not need them yet. `late`: shards are updated when the
-    forward pass comes near them, so that what is kept is gathered from there on as well.
+    `overlap`: gathers run beside the computation that does not need them yet.
     """
 
     def __init__(
@@ -23,29 +22,22 @@ class Gathers:
         overlap: bool,
         on_free: Callable[[Sequence[str]], None] = lambda names: None,
         on_bytes: Callable[[Bucket], None] = lambda bucket: None,
-        late: bool = False,
-        before: Callable[[Bucket], None] = lambda bucket: None,
     ):
         """`buckets`: in the order in which they are needed. `on_free` is called with the names of what is freed,
-        `on_bytes` with a bucket whose bytes are there in place of its weights, `before` with one that is about to be
-        gathered, where the current stream is that of gathers."""
+        `on_bytes` with a bucket whose bytes are there in place of its weights."""
         self._on_free = on_free
         self._on_bytes = on_bytes
         self._buckets = buckets
         self._side = side
         self._kept = kept
         self._overlap = overlap
-        self._before = before
-        self._on_demand = late or not kept
-        """Nothing is gathered before somebody asks for it."""
 
     def renew(self) -> None:
         """The shards have changed."""
-        if self._on_demand:
+        if not self._kept:
             for bucket in self._buckets:
-                if not self._kept and bucket.is_gathered:
+                if bucket.is_gathered:
                     self._free(bucket)
-                bucket.is_gathered = False
             return
         for bucket in self._buckets:
             self._gather(bucket)
@@ -55,15 +47,13 @@ class Gathers:
     def wait(self) -> None:
         """What the computation starts from here on finds all weights that are kept."""
         for bucket in self._buckets:
-            if self._kept and self._on_demand and not bucket.is_gathered:
-                self._gather(bucket)
             self._wait(bucket)
 
     def prefetch(self, buckets: Iterable[Bucket]) -> None:
         """These are needed soon: gathers them beside the computation."""
         if self._overlap:
             for bucket in buckets:
-                if self._on_demand and not bucket.is_gathered:
+                if not self._kept and not bucket.is_gathered:
                     self._gather(bucket)
 
     def unshard(self, buckets: Iterable[Bucket], *, exact: bool = False) -> None:
@@ -72,7 +62,7 @@ class Gathers:
             if exact and bucket.holds_bytes:
                 assert bucket.users == 0, f"{bucket.names} are in use as bytes"
                 self._free(bucket)
-            if self._on_demand and not bucket.is_gathered:
+            if not self._kept and not bucket.is_gathered:
                 self._gather(bucket, exact=exact)
             self._wait(bucket)
             if bucket.users == 0 and bucket.holds_bytes:
@@ -91,7 +81,6 @@ class Gathers:
             # in the order of the computation's stream, which the gather then waits for
             bucket.allocate(exact=exact)
         with self._side.after_now():
-            self._before(bucket)
             bucket.gather()
         bucket.is_gathered = True
         bucket.gathered = self._side.done()

@@ -6,7 +6,6 @@ from megaspec.core.axes import DENSE_AXES
 from megaspec.core.frozen import Auto, Degree, Depth, Fraction, Frozen, NonNegativeInt, PositiveFloat, PositiveInt
 
 DpStrategy = Literal["replicate", "zero1", "zero2", "fsdp", "hsdp"]
-UpdateTime = Literal["at_once", "under_forward"]
 RecomputePart = Literal["core_attention", "activation", "norm", "mlp", "moe", "shared_experts", "mla_up"]
 
 
@@ -137,12 +136,6 @@ class ParallelismSpec(Frozen):
     bucket_mb: PositiveFloat = 100.0
     """Size in MB (10^6 bytes) of the gradient buckets of replicate and zero1, which are reduced while the backward pass
     still runs. The other strategies reduce layer by layer."""
-    update: UpdateTime = "at_once"
-    """When the optimizer updates weights. at_once: before the next step begins. under_forward: beside the next step's
-    first forward pass, unit by unit in its order, each before it is run. The results are the same, to the bit."""
-    update_sms: PositiveInt = 24
-    """SMs of a GPU that the update takes from a forward pass that it runs beside; what nothing runs beside, the first
-    two units' share, takes all."""
 
     @property
     def degrees(self) -> dict[str, Any]:

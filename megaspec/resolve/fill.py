@@ -533,7 +533,6 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         writes_fp8=_writers_of_fp8(draft),
         widths=widths,
         narrow_states=has_narrow_states(draft.recipe.optim),
-        beside_forward=draft.recipe.parallelism.update == "under_forward",
     )
 
 

@@ -248,9 +248,6 @@ _OVERLAP = {
     "overlap-off": Example(
         ("parallelism.overlap.p2p=false",), ("parallelism.overlap.p2p=true",), "parallelism.overlap.p2p"
     ),
-    "update-time": Example(
-        ("optim=muon", "parallelism.update=under_forward"), ("parallelism.update=at_once",), "parallelism.update"
-    ),
     "offload-layers": Example(
         ("parallelism.offload.layers=5",), ("parallelism.offload.layers=4",), "parallelism.offload.layers"
     ),

@@ -25,5 +25,4 @@ def use_of(recipe: Recipe) -> Use:
         fp8_recipe=fp8_recipe(recipe.precision),
         widths=widths,
         narrow_states=has_narrow_states(recipe.optim),
-        beside_forward=recipe.parallelism.update == "under_forward",
     )

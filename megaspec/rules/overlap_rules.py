@@ -3,10 +3,8 @@
 from megaspec.core.divisors import divisors
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
-from megaspec.optim.spec import AdamWSpec, MuonSpec
-from megaspec.parallelism.spec import ParallelismSpec
+from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.stages import stage_problem, stages_of
-from megaspec.precision.spec import Fp8Precision
 from megaspec.rules.case import Case
 
 
@@ -35,33 +33,6 @@ def overlap_needs_what_it_hides(case: Case) -> Problem | None:
             key = f"parallelism.overlap.{name}"
             return Problem(key, f"{key}=false needs {needs}: there is nothing to overlap; drop it")
     return None
-
-
-def an_update_under_the_forward_pass_is_possible(case: Case) -> Problem | None:
-    """An update under the forward pass is AdamW's, on the GPU, and no layer waits for all of it."""
-    key = "parallelism.update"
-    parallelism = case.recipe.parallelism
-    if parallelism.update == "at_once":
-        if parallelism.update_sms == ParallelismSpec.model_fields["update_sms"].default:
-            return None
-        key = "parallelism.update_sms"
-        text = f"{key}={parallelism.update_sms} is of an update beside the forward pass, parallelism.update is at_once"
-        return Problem(key, f"{text}; drop it or set parallelism.update=under_forward")
-    precision = case.recipe.precision
-    optim = case.recipe.optim
-    offloaded = parallelism.offload.optimizer
-    if not isinstance(optim, AdamWSpec):
-        other = "optim.kind=adamw"
-        text = f"needs {other}, whose update makes no tensors; it is {optim.kind}"
-    elif offloaded:
-        other = "parallelism.offload.optimizer=0"
-        text = f"needs {other}, since the host waits for gradients; it is {offloaded:g}"
-    elif isinstance(precision, Fp8Precision) and precision.gather_fp8:
-        other = "precision.gather_fp8=false"
-        text = f"needs {other}: its scales are of the largest elements of all weights; it is true"
-    else:
-        return None
-    return Problem(key, f"{key}=under_forward {text}; set {other} or {key}=at_once")
 
 
 def offloaded_layers_are_there(case: Case) -> Problem | None:

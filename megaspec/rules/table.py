@@ -88,7 +88,6 @@ RULES: dict[str, Rule] = {
     "recompute-absent": recompute_rules.recomputed_parts_are_in_the_model,
     "recompute-layers": recompute_rules.recomputed_layers_are_there,
     "overlap-off": overlap_rules.overlap_needs_what_it_hides,
-    "update-time": overlap_rules.an_update_under_the_forward_pass_is_possible,
     "offload-layers": overlap_rules.offloaded_layers_are_there,
     "offload-optimizer": overlap_rules.offloaded_optimizers_work_element_by_element,
     "kv-heads": model_rules.kv_heads_divide_heads,

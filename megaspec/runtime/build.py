@@ -27,7 +27,6 @@ from megaspec.optim.freeze import Freeze
 from megaspec.optim.offload import OptimizerOffload
 from megaspec.optim.optimizer import MasterOptimizer, build_optimizer
 from megaspec.optim.spec import MuonSpec
-from megaspec.optim.under_forward import UpdateUnderForward
 from megaspec.parallelism.context import ContextParallel
 from megaspec.parallelism.data_parallel import DataParallel, Sharing
 from megaspec.parallelism.expert import ExpertParallel
@@ -229,7 +228,6 @@ class Strategies:
     fp8: Fp8
     data: DataParallel
     matrices: MatrixUpdates
-    under_forward: UpdateUnderForward
     optimizer_offload: OptimizerOffload
 
 
@@ -293,7 +291,6 @@ def _strategies(
         fp8=_fp8(spec, model, kernels=kernels, mesh=mesh),
         data=DataParallel(mesh, _sharing(parallelism), facts=facts),
         matrices=MatrixUpdates(mesh, _matrices(spec, model, trained)),
-        under_forward=UpdateUnderForward(parallelism.update_sms),
         optimizer_offload=OptimizerOffload(spec.optim, parallelism.offload.optimizer),
     )
 
@@ -402,10 +399,6 @@ def _wrap_optimizer(strategies: Strategies, spec: Spec) -> MasterOptimizer:
     make = partial(build_optimizer, spec=spec.optim, optimizers=loaded_builders().optimizers)
     # behind data parallel: matrices are put together from the shards that it has left to the ranks
     make = strategies.matrices.wrap_optimizer(make, shards=strategies.data.shards)
-    # it makes an optimizer for each group of the weights that data parallel waits for
-    make = strategies.under_forward.wrap_optimizer(
-        make, groups=strategies.data.update_groups, deferred=strategies.data.deferred
-    )
     # it divides the weights, and makes an optimizer for each part of them
     make = strategies.optimizer_offload.wrap_optimizer(make)
     # outermost: no other sees the frozen weights, of which nothing lies anywhere but in the model
@@ -420,7 +413,6 @@ def _sharing(parallelism: ParallelismSpec) -> Sharing:
         grad_reduce=parallelism.grad_reduce,
         overlap_grad_reduce=parallelism.overlap.grad_reduce,
         overlap_param_gather=parallelism.overlap.param_gather,
-        update=parallelism.update,
     )
 
 

@@ -39,7 +39,6 @@ def explain(
 
 def _first_weight(built: TrainState) -> str:
     """Name of this rank's first weight that is not finite; "" where all are."""
-    built.data_parallel.wait_weights()
     for name, weight in built.data_parallel.weights.items():
         if not bool(torch.isfinite(weight).all()):
             return name

@@ -23,10 +23,8 @@ from megaspec.estimate.trained import facts_of, gathers_fp8
 from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.layer.facts import WeightCount
 from megaspec.nn.moe.module import Moe
-from megaspec.optim.master import MasterOptimizer
 from megaspec.optim.narrow import NarrowAdamW
 from megaspec.optim.spec import MuonSpec
-from megaspec.optim.under_forward import OptimizerInGroups
 from megaspec.parallelism.bucket import Bucket
 from megaspec.parallelism.flat import Division
 from megaspec.precision.scaler import build_scaler
@@ -221,14 +219,11 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
                 recorder.memory.name(x, ACTIVATIONS)
         scaler = build_scaler(spec.precision, device=_META)
         count = _enough(spec)
-        for optimizer in _parts(built.optimizer):
-            if isinstance(optimizer, NarrowAdamW):
-                _as_one_kernel(optimizer, recorder)
+        if isinstance(built.optimizer, NarrowAdamW):
+            _as_one_kernel(built.optimizer, recorder)
         recorder.place = TracePoint("step")
         recorder.memory.forget_peak()
         train_step(built, batches[:count], lr=1.0, weight_decay=0.0, scaler=scaler)
-        # what an update under the forward pass leaves to the next one
-        built.data_parallel.wait_weights()
     data_parallel = built.data_parallel
     sums_of_whole = _sums(built, whole=True)
     sums_of_rows = _sums(built, whole=False)
@@ -382,13 +377,6 @@ def _kernels(spec: Spec) -> KernelsSpec:
     adamw = "torch" if spec.kernels.adamw == "torch" else "reference"
     changes = {"compile": "none", "attention_merge": "reference", "unpermute": "triton", "adamw": adamw}
     return spec.kernels.model_copy(update=changes)
-
-
-def _parts(optimizer: MasterOptimizer) -> Sequence[MasterOptimizer]:
-    """What makes its updates."""
-    if isinstance(optimizer, OptimizerInGroups):
-        return optimizer.parts
-    return [optimizer]
 
 
 def _as_one_kernel(optimizer: NarrowAdamW, recorder: Recorder) -> None:

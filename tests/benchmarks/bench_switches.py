@@ -50,13 +50,6 @@ SWITCHES = [
     ),
     Switch("parallelism.overlap.shared_experts", "ep={n} dp_strategy=zero1 dispatch=all_to_all", EXPERTS),
     Switch("parallelism.overlap.shared_experts", "ep={n} dp_strategy=zero1 dispatch=all_gather", EXPERTS),
-    Switch(
-        "parallelism.update",
-        "dp_strategy=zero1",
-        f"{DENSE} --accum 2 --ahead --set kernels.adamw=triton",
-        on="under_forward",
-        off="at_once",
-    ),
     Switch("parallelism.offload.layers", "dp_strategy=zero1", DENSE, on=8, off=0),
     Switch("parallelism.offload.optimizer", "dp_strategy=zero1", DENSE, on=0.5, off=0.0),
 ]
@@ -74,12 +67,11 @@ def measure(switch: Switch, value: Any, more: argparse.Namespace, *, rank: int, 
     args = bench_train.parser().parse_args([*arguments(switch, value, world), *more.words])
     spec = bench_train.spec_of(args, world)
     step = bench_train.stepper(args, spec, mesh_of(spec, rank=rank, device=device))
+    bench_train.timed(step, range(more.warmup))
     cuda = device.type == "cuda"
-    time_steps = bench_train.timed_ahead if cuda and args.ahead else bench_train.timed
-    time_steps(step, range(more.warmup))
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times, losses = time_steps(step, range(more.steps))
+    times, losses = bench_train.timed(step, range(more.steps))
     mine: dict[str, float] = {"peak": torch.cuda.max_memory_allocated() if cuda else 0}
     if cuda:
         mine |= profiled(step)

@@ -4,7 +4,6 @@ python tests/benchmarks/bench_train.py --model llama1b --mbs 2
 torchrun --nproc_per_node=4 tests/benchmarks/bench_train.py --model llama8b --accum 2 --set parallelism.pp=4
 
 `--set` takes any key of a recipe, its value in JSON or as a plain word; the rest is what `megaspec train` would do.
-`--ahead` shows what parallelism.update=under_forward hides; without it the host waits for the update of each step.
 `--where` adds each rank's time in arithmetic, exposed messages and idle, from a profile after the measurement.
 """
 
@@ -16,7 +15,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -142,7 +140,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--documents", type=int, default=0, help="tokens of a document on average; 0: no documents")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--where", action="store_true")
-    parser.add_argument("--ahead", action="store_true", help="the host runs a step ahead, as in training")
     parser.add_argument("--patience", type=float, default=0, help="seconds until a run that hangs says where, and ends")
     return parser
 
@@ -248,23 +245,6 @@ def timed(step: Callable[[int], StepResult], steps: range) -> tuple[list[float],
     return times, losses
 
 
-def timed_ahead(step: Callable[[int], StepResult], steps: range) -> tuple[list[float], list[float]]:
-    """The same where the host runs a step ahead of the GPU, as in training: a step that leaves work to the next one is
-    measured with what the step before left to it. A step ends where the computation's stream has done it."""
-    torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True)]
-    marks[0].record()
-    losses = []
-    for i in steps:
-        losses.append(step(i).loss)
-        marks.append(torch.cuda.Event(enable_timing=True))
-        marks[-1].record()
-        marks[-2].synchronize()
-    torch.cuda.synchronize()
-    times = [begun.elapsed_time(ended) / 1e3 for begun, ended in pairwise(marks)]
-    return times, [loss.item() for loss in losses]
-
-
 def measure(args: argparse.Namespace, *, rank: int, world: int, device: torch.device) -> dict[str, Any]:
     """Builds and trains. -> the line of rank 0; what other ranks get is of no use."""
     cuda = device.type == "cuda"
@@ -274,10 +254,9 @@ def measure(args: argparse.Namespace, *, rank: int, world: int, device: torch.de
     step = stepper(args, spec, mesh_of(spec, rank=rank, device=device))
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    time_steps = timed_ahead if cuda and args.ahead else timed
-    _, losses = time_steps(step, range(args.warmup))
+    _, losses = timed(step, range(args.warmup))
     with Meter(gpu_uuid(device)) as meter:
-        times, last_losses = time_steps(step, range(args.warmup, args.warmup + args.steps))
+        times, last_losses = timed(step, range(args.warmup, args.warmup + args.steps))
     losses += last_losses
     if args.profile:
         # on all ranks, which wait for each other
@@ -344,7 +323,7 @@ def report(
         "peer": "megaspec", "model": args.model, "seq": args.seq, "mbs": args.mbs, "accum": args.accum,
         "gpus": world, "precision": args.precision, "set": args.set, "parallelism": own,
         "kernels": spec.kernels.model_dump(mode="json"),
-        "ahead": args.ahead, "documents": args.documents, "clock": ranks[0]["clock"],
+        "documents": args.documents, "clock": ranks[0]["clock"],
         "deterministic": spec.train.deterministic, "torch": torch.__version__, "step_ms": round(median * 1e3, 2),
         "step_ms_min": round(min(times) * 1e3, 2), "step_ms_mean": round(statistics.mean(times) * 1e3, 2),
         "tokens_per_s": round(per_gpu * world, 1), "tokens_per_s_gpu": round(per_gpu, 1),

@@ -304,22 +304,6 @@ def test_messages_of_stages_are_no_slower_beside_passes(degrees, schedule):
     assert step_time(on, H200, THROUGHPUT).seconds <= step_time(off, H200, THROUGHPUT).seconds
 
 
-def test_an_update_under_the_forward_pass_hides_half_of_what_it_could():
-    """Of all but the norm, the table and the first layer, where a forward pass takes longer; else of that."""
-    words = ("parallelism={tp: 1}", "kernels.adamw=triton")
-    late = (*words, "parallelism.update=under_forward")
-    at_once, under_forward = parts_of(*words), parts_of(*late)
-    table = 128256 * 4096
-    layer = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096
-    # gradient, master and moments read, the last three and the weight in bf16 written
-    moved = 30 * (15 * layer + table + 4096)
-    hidden = 0.5 * THROUGHPUT.memory_seconds(moved / 0.81)
-    assert at_once["optimizer"] - under_forward["optimizer"] == pytest.approx(hidden, rel=1e-6)
-    assert {**at_once, "optimizer": 0, "host": 0} == {**under_forward, "optimizer": 0, "host": 0}
-    short = "data.seq_len=512"
-    assert 0 < parts_of(*words, short)["optimizer"] - parts_of(*late, short)["optimizer"] < 0.5 * hidden
-
-
 def test_offload_costs_what_does_not_fit_beside_the_passes():
     plain = parts_of("parallelism.tp=1")
     assert "offload" not in plain

@@ -27,11 +27,6 @@ CASES = [
         for d in ("all_to_all", "all_gather")
         for r, drop in (("softmax", "none"), ("sigmoid", "probs"), ("root", "position"), ("first", "padded"))
     ),
-    *(
-        Case(dp=2, strategy=s, accumulate=3, mask="uneven", tied=True, also=(("parallelism.update", "under_forward"),))
-        for s in ("replicate", "zero1", "fsdp")
-    ),
-    Case(pp=2, schedule="zb_v", virtual=2, also=(("parallelism.update", "under_forward"),), **DEEP),
     Case(dp=2, ep=2, router="sinkhorn", strategy="zero1", accumulate=3, mask="uneven"),
     Case(dp=2, ep=2, router="softmax", strategy="fsdp", shared="plain", mask="uneven", also=OVERLAP_OFF),
     Case(tp=2, sequence=True, etp=2, router="sigmoid", shared="gate", mask="uneven"),

@@ -57,9 +57,6 @@ def test_the_choice_follows_the_target() -> None:
     assert choose("adamw", device="cuda", sm=90) == choose("adamw", device="cpu", sm=0) == "torch"
     assert choose("adamw", device="cuda", sm=90, use=narrow) == "triton"
     assert choose("adamw", device="cpu", sm=0, use=narrow) == "reference"
-    beside = Use(beside_forward=True)
-    assert choose("adamw", device="cuda", sm=90, use=beside) == "triton"
-    assert choose("adamw", device="cpu", sm=0, use=beside) == "torch"
     assert choose("grouped", device="cuda", sm=90, use=Use(precision="bf16", widths=(2048, 768))) == "torch"
     assert choose("grouped", device="cuda", sm=90, use=Use(precision="fp32", widths=(2048, 768))) == "reference"
 
@@ -69,7 +66,6 @@ def test_what_is_missing_is_named() -> None:
     assert unmet("cross_entropy", "triton", device="cuda", sm=75) == "needs sm80, this GPU is sm75"
     assert unmet("attention", "sdpa", device="cpu", sm=0, use=Use(attention_dropout=True)) == "has no attention dropout"
     assert unmet("adamw", "torch", device="cuda", sm=90, use=Use(narrow_states=True)) == "keeps states in 32 bits"
-    assert "takes all SMs" in unmet("adamw", "torch", device="cuda", sm=90, use=Use(beside_forward=True))
     assert unmet("cross_entropy", "triton", device="cuda", sm=90, use=Use(precision="fp64")) == (
         "needs fp32, bf16, fp16 or fp8, the model is in fp64"
     )

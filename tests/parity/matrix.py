@@ -79,7 +79,6 @@ MORE: dict[str, Has] = {
     "full recompute": lambda c: c.also in (RECOMPUTES[n] for n in ("uniform 1", "uniform 2", "block 1")),
     "selective recompute": lambda c: _also(c, "parallelism.recompute.") and c.also[0][1] == "selective",
     "overlaps switched off": lambda c: _also(c, "parallelism.overlap."),
-    "updates under the forward pass": lambda c: any(path == "parallelism.update" for path, _ in c.also),
     "activations and optimizer on the CPU": lambda c: _also(c, "parallelism.offload."),
     "frozen parameters": lambda c: bool(c.trainable),
     "nothing trained on the first stage": lambda c: c.pp > 1 and c.trainable == "head",

@@ -419,9 +419,6 @@ def _optimizers() -> list[Case]:
     return dress(layouts, PLAIN | {"optimizer": ("muon",), "family": ("llama",), "qk_norm": (False, True)})
 
 
-UNDER_FORWARD: Settings = (("parallelism.update", "under_forward"),)
-
-
 def _under(path: str, **values: Any) -> Settings:
     return tuple((f"parallelism.{path}.{name}", value) for name, value in values.items())
 
@@ -440,9 +437,6 @@ def _switches() -> list[Case]:
         Case(pp=2, dp=2, strategy="fsdp", n_layers=4, also=_under("offload", layers=1, optimizer=1.0)),
         Case(tp=2, sequence=True, dp=2, ep=2, shared="gate", also=_under("offload", layers=2, optimizer=0.5)),
         Case(pp=2, dp=2, strategy="fsdp", also=_layout("Ett|L")),
-        Case(dp=2, strategy="zero1", also=UNDER_FORWARD),
-        Case(pp=2, schedule="interleaved", virtual=2, n_layers=4, also=UNDER_FORWARD),
-        Case(pp=2, dp=2, strategy="fsdp", also=(*_layout("Ett|L"), *UNDER_FORWARD)),
     ]
     dressed = dress(layouts, PLAIN | {"shared": ("none",)})
     return [replace(case, shared="gate") if case.ep > 1 else case for case in dressed]

@@ -23,13 +23,6 @@ CASES = {
         "train.micro_batch": 1,
         **TP,
     },
-    "fp32 adamw dp2 zero1 update under forward": {
-        "precision.kind": "fp32",
-        "parallelism.dp_strategy": "zero1",
-        "parallelism.dp_shard": 2,
-        "parallelism.update": "under_forward",
-        "parallelism.bucket_mb": 0.005,
-    },
     "fp32 adamw dp2 attention dropout": {
         "precision.kind": "fp32",
         "model.attention": {"kind": "gqa", "dropout": 0.2},

@@ -86,10 +86,6 @@ BETWEEN_MICRO_BATCHES = [
     " parallelism.recompute.kind=full train.global_batch=6 train.micro_batch=1",
     "gpus=4 parallelism.pp=2 parallelism.pipeline.schedule=zb_h1 parallelism.dp_strategy=fsdp"
     " parallelism.recompute.kind=selective kernels.compile=none train.global_batch=2 train.micro_batch=1",
-    # what an update leaves to the next forward pass
-    "gpus=1 parallelism.update=under_forward train.global_batch=2 train.micro_batch=1",
-    "gpus=4 parallelism.pp=2 parallelism.dp_strategy=zero1 parallelism.update=under_forward train.global_batch=6"
-    " train.micro_batch=1",
     # what the last norm keeps of micro batches that wait
     "gpus=2 parallelism.pp=2 parallelism.pipeline.schedule=gpipe parallelism.recompute.kind=full"
     " train.global_batch=8 train.micro_batch=1",

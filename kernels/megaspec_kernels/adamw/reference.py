@@ -47,8 +47,6 @@ class Step:
     divide_by: Tensor
     skip: Tensor
     updates: Tensor
-    sms: int | None = None
-    """SMs of a GPU that a kernel may hold, so that others run beside it; None: all."""
 
 
 def next_scales(first: Moments, second: Moments, gradients: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:

@@ -22,9 +22,6 @@ BLOCK = 2048
 # Elements that one program goes through: few, so that what runs at once lies close together in memory.
 CHUNK = 4 * BLOCK
 WARPS = 8
-# On few SMs, for work beside others: all that an SM can ask for comes from one program.
-FEW_BLOCK = 4096
-FEW_WARPS = 16
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
 if triton is not None:
@@ -122,7 +119,6 @@ if triton is not None:
         v_largest_ptr,
         scalars_ptr,
         n_tensors,
-        rounds,
         lr,
         decayed,
         gain1,
@@ -145,9 +141,9 @@ if triton is not None:
         chunk: tl.constexpr,
         b_n: tl.constexpr,
     ):
-        """A program goes through `rounds` chunks. `unit`: 1 / scale. `scalars`: 1 / divide_by, 1 / (1 − β₁ᵗ),
-        1 / (1 − β₂ᵗ), skip. `decayed`: lr times decay. `gain`: 1 − β. `largest`: of what is stored, scale included;
-        left alone unless `has_scales`, as units and next scales are. Master "none": the weights are fp32 themselves."""
+        """`unit`: 1 / scale. `scalars`: 1 / divide_by, 1 / (1 − β₁ᵗ), 1 / (1 − β₂ᵗ), skip. `decayed`: lr times decay.
+        `gain`: 1 − β. `largest`: of what is stored, scale included; left alone unless `has_scales`, as units and
+        next scales are. Master "none": the weights are fp32 themselves."""
         tensor = tl.load(which_ptr + tl.program_id(0))
         first = tl.multiple_of(tl.load(start_ptr + tl.program_id(0)), 16)
         # nothing is in the tensor where the step is skipped: a branch would wait before it asks for the rest
@@ -170,8 +166,7 @@ if triton is not None:
         key = tl.load(key_ptr + tensor).to(tl.uint32)
         m_largest = tl.zeros([b_n], dtype=tl.float32)
         v_largest = tl.zeros([b_n], dtype=tl.float32)
-        # with one round a constant: Triton makes one of each argument that is 1
-        for begin in range(0, chunk * rounds, b_n):
+        for begin in range(0, chunk, b_n):
             at = first + begin + tl.arange(0, b_n)
             mask = at < size
             g = tl.load(g_ptr + at, mask=mask, other=0.0) * factor
@@ -245,8 +240,7 @@ class _Programs:
     """Four elements of each of their tensors are aligned: a thread loads them at a time."""
 
 
-# one for each optimizer of a rank, of which an update under the forward pass has one for each unit
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=8)
 def _programs(
     sizes: tuple[int, ...], aligned: tuple[bool, ...], chunk: int, device: torch.device
 ) -> tuple[list[_Programs], Tensor]:
@@ -332,14 +326,7 @@ def adamw_(
         units = (1 / first.scale, 1 / second.scale)
     # programs of one tensor find its largest moments together
     largest = torch.zeros(2, n, dtype=torch.float32, device=device)
-    rounds = 1
-    block = BLOCK
-    warps = WARPS
-    if step.sms is not None:
-        rounds = -(-sum(elements) // (step.sms * CHUNK))
-        block = FEW_BLOCK
-        warps = FEW_WARPS
-    launches, sizes = _programs(elements, tuple(aligned), CHUNK * rounds, device)
+    launches, sizes = _programs(elements, tuple(aligned), CHUNK, device)
     table = sent(addresses, torch.int64)
     decay = sent(list(map(float, decays)), torch.float32)
     scalars = scalars.to(torch.float32)
@@ -359,7 +346,6 @@ def adamw_(
             largest[1],
             scalars,
             n,
-            rounds,
             step.lr,
             step.lr * step.weight_decay,
             1 - step.beta1,
@@ -376,8 +362,8 @@ def adamw_(
             has_scales,
             programs.is_aligned,
             CHUNK,
-            block,
-            num_warps=warps,
+            BLOCK,
+            num_warps=WARPS,
         )
     if not has_scales:
         return
