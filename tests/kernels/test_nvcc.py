@@ -1,5 +1,6 @@
 """Kernels in CUDA C++: found and compiled once, told where they can't be, and never at import."""
 
+import ctypes
 import os
 import re
 import subprocess
@@ -195,6 +196,10 @@ def test_every_tile_compiles_for_hopper_and_spills_nothing(tile, tmp_path):
     spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", done.stderr)
     assert len(spilled) >= 8
     assert set(spilled) == {("0", "0")}
+    # what is called is exported
+    library = ctypes.CDLL(str(tmp_path / "cast.so"))
+    assert library.megaspec_fp8_cast
+    assert library.megaspec_cuda_error
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,8 @@ def test_rows_of_no_group_are_zero_and_empty_groups_have_no_gradient(name, devic
     assert y.shape == (20, 48)
     assert not y[13:].any()
     assert (y[:13] != 0).any(dim=1).all()
-    assert total.dtype == torch.float32
+    # torch's rounds to bf16
+    assert total.dtype == (torch.bfloat16 if name == "torch" else torch.float32)
     assert not total[1].any()
     rows = x[4:13].double()
     assert torch.allclose(total[2].double(), rows.t() @ rows, rtol=1e-2, atol=1e-1)
