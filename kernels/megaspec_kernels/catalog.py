@@ -61,6 +61,9 @@ class Requirement:
     writes_fp8: bool = False
     """Whether it writes what a layer beside it multiplies in fp8 itself, by a delayed scale: with such scales `auto`
     takes such a one first."""
+    for_large: bool = False
+    """It is started by itself, where the compiler puts a plain one together with its neighbours: `auto` takes it where
+    layers are so large that nobody waits for the host."""
     step: int = 1
     """What the widths of its matrices must be multiples of."""
 
@@ -200,14 +203,14 @@ CATALOG: dict[str, Operation] = {
     ),
     "norm": Operation(
         {
-            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, writes_fp8=True),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, writes_fp8=True, for_large=True),
             "reference": Requirement(),
             "te": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, package=TE, install=INSTALL_TE),
         }
     ),
     "gated": Operation(
         {
-            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, writes_fp8=True),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, writes_fp8=True, for_large=True),
             "reference": Requirement(),
         }
     ),
@@ -287,6 +290,8 @@ class Use:
     writes_fp8: frozenset[str] = frozenset()
     """Operations that may write what layers beside them multiply in fp8: scales are delayed, a rank has all of what
     they make, and nothing computes it again by itself."""
+    small: frozenset[str] = frozenset()
+    """Operations inside of layers that are compiled, and so small that a step waits for the host."""
     widths: tuple[int, ...] = ()
     """Of its matrices on one rank."""
     narrow_states: bool = False
@@ -377,6 +382,10 @@ def choose(operation: str, *, device: str, sm: int, use: Use = _PLAIN, packages:
     if use.hides_keys:
         for name, need in runs.items():
             if need.skips_hidden:
+                return name
+    if operation in use.small:
+        for name, need in runs.items():
+            if not need.for_large:
                 return name
     return next(iter(runs))
 

@@ -36,6 +36,10 @@ from megaspec.spec import Decision
 from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, Use, choose, runs_on
 
 MICRO_BATCH_TOKENS = 8192
+# Tokens of a rank's micro batch · d_model² / tp, from which on a GPU takes longer for a compiled layer than the host
+# does for starting what lies between its products one by one. Measured on an H200 (2026-11-25): with norms and gates in
+# kernels of their own 1B is faster at 16,384 tokens (7e10), and takes 79 ms in place of 57 at 2,048 (9e9).
+SMALL_LAYER = 2e10
 # A rank holds data.window bytes of text for each lane that it reads.
 MOST_LANES = 256
 CPU_RANKS = 2
@@ -478,6 +482,8 @@ def kernels(draft: ResolverDraft) -> None:
     for operation in CATALOG:
         best = choose(operation, device=device, sm=draft.target.sm, use=use, packages=packages)
         reason = reasons.get(operation, where)
+        if operation in use.small and operation not in use.writes_fp8:
+            reason += " in layers so small that they wait for the host"
         if operation == "attention":
             measured = _fastest_attention(draft.target, use)
             if measured is not None:
@@ -531,9 +537,23 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         precision=model_format(draft.recipe.precision),
         fp8_recipe=fp8_recipe(draft.recipe.precision),
         writes_fp8=_writers_of_fp8(draft),
+        small=_in_small_layers(draft),
         widths=widths,
         narrow_states=has_narrow_states(draft.recipe.optim),
     )
+
+
+def _in_small_layers(draft: ResolverDraft) -> frozenset[str]:
+    """Operations whose kernels, started one by one, would keep a GPU waiting; see SMALL_LAYER."""
+    if draft.target.device != "cuda" or draft.recipe.kernels.compile == "none":
+        return frozenset()
+    tokens = draft["train.micro_batch"] * draft["data.seq_len"] / draft["parallelism.cp"]
+    if tokens * draft["model.d_model"] ** 2 / draft["parallelism.tp"] >= SMALL_LAYER:
+        return frozenset()
+    if any("mlp" in mixers for mixers in draft.recipe.model.mixers):
+        return frozenset({"norm", "gated"})
+    # experts' gates are in no compiled layer
+    return frozenset({"norm"})
 
 
 def _writers_of_fp8(draft: ResolverDraft) -> frozenset[str]:

@@ -15,6 +15,7 @@ from megaspec.resolve.resolver import resolve, settle
 from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec, open_fields
 from tests.pace import within
+from tests.resolve.planned import RANDOM, filled
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
@@ -234,3 +235,26 @@ def test_what_a_search_would_start_from_is_told_where_it_is_out_of_bounds():
 def test_transformer_engine_quantises_itself():
     delayed = compose("hello", DELAYED).recipe.precision
     assert may_write_fp8(delayed, recomputed=frozenset(), linear="te", tp=1) == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "small"),
+    [
+        (("model=llama3_2_1b", "data.seq_len=8192", "train.micro_batch=2"), ()),
+        (("model=llama3_2_1b", "data.seq_len=2048", "train.micro_batch=1"), ("norm", "gated")),
+        # plain operations one by one are more launches
+        (("model=llama3_2_1b", "data.seq_len=2048", "train.micro_batch=1", "kernels.compile=none"), ()),
+        # ranks that share a layer have a part of its work each
+        (("model=llama3_2_1b", "data.seq_len=8192", "train.micro_batch=2", "parallelism.tp=4"), ("norm", "gated")),
+        # experts' gates are in no compiled layer
+        (("model=qwen3_30b_a3b", "data.seq_len=2048", "train.micro_batch=1"), ("norm",)),
+        # what writes fp8 saves a cast
+        (("model=llama3_2_1b", "data.seq_len=2048", "train.micro_batch=1", *DELAYED[:1]), ()),
+    ],
+    ids=str,
+)
+def test_layers_that_would_wait_for_the_host_are_left_to_the_compiler(words, small):
+    found = filled("hello", *RANDOM, *words, gpus=4)
+    for operation in ("norm", "gated"):
+        assert getattr(found.kernels, operation) == ("reference" if operation in small else "triton"), operation
+    assert found.kernels.adamw == "triton"
