@@ -291,7 +291,7 @@ class Use:
     """Operations that may write what layers beside them multiply in fp8: scales are delayed, a rank has all of what
     they make, and nothing computes it again by itself."""
     small: frozenset[str] = frozenset()
-    """Operations inside of layers that are compiled, and so small that a step waits for the host."""
+    """Operations inside of layers that are so small that a step waits for the host."""
     widths: tuple[int, ...] = ()
     """Of its matrices on one rank."""
     narrow_states: bool = False

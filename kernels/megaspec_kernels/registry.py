@@ -30,7 +30,7 @@ from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
 from megaspec_kernels.fp8_cast import triton_groups as fp8_cast_triton_groups
 from megaspec_kernels.gated import reference as gated_reference
 from megaspec_kernels.gated import triton as gated_triton
-from megaspec_kernels.gated import weighted as gated_weighted
+from megaspec_kernels.gated import triton_weighted as gated_weighted
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
 from megaspec_kernels.linear import reference as linear_reference
@@ -123,7 +123,7 @@ class GatedProducer:
 
 @dataclass(frozen=True)
 class WeightedGatedKernel:
-    """The same times a weight of each row, as experts compute it, see gated/weighted.py."""
+    """The same times a weight of each row, as experts compute it, see gated/triton_weighted.py."""
 
     forward: Callable[..., torch.Tensor]
     """([R, 2 F], [R], *, form) -> [R, F]"""

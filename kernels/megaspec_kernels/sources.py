@@ -2,7 +2,7 @@
 
 import sys
 
-from megaspec.core.errors import MegaspecError
+from megaspec.core.errors import MegaspecError, printable
 from megaspec_kernels.fp8_cast import cuda as fp8_cast
 from megaspec_kernels.nvcc import Source, built
 
@@ -18,9 +18,9 @@ def main() -> int:
         try:
             library = built(source, key=key, way_out="go on without it")
         except MegaspecError as error:
-            print(f"megaspec: {error}", file=sys.stderr)
+            print(printable(f"megaspec: {error}"), file=sys.stderr)
             return error.exit_code
-        print(f"{key}: {library}")
+        print(printable(f"{key}: {library}"))
     return 0
 
 

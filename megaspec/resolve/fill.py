@@ -545,7 +545,7 @@ def _kernel_use(draft: ResolverDraft) -> Use:
 
 def _in_small_layers(draft: ResolverDraft) -> frozenset[str]:
     """Operations whose kernels, started one by one, would keep a GPU waiting; see SMALL_LAYER."""
-    if draft.target.device != "cuda" or draft.recipe.kernels.compile == "none":
+    if draft.target.device != "cuda":
         return frozenset()
     tokens = draft["train.micro_batch"] * draft["data.seq_len"] / draft["parallelism.cp"]
     if tokens * draft["model.d_model"] ** 2 / draft["parallelism.tp"] >= SMALL_LAYER:

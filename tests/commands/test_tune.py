@@ -54,7 +54,7 @@ def test_pipelines_are_searched_by_schedule_chunks_and_how_layers_are_divided(tm
     out = tmp_path / "recipes" / "mine.yaml"
     assert main(["tune", *words, "--out", str(out)]) == 0
     table = capsys.readouterr().out
-    assert "pp4:zb_v/6-9" in table
+    assert "pp4:zb_v/7-9" in table
     assert "ranks have 6 to 9 layers, divided by time" in table
     planned = plan_words(["recipe=mine", "hardware=H200"])
     own = resolve(planned.composed.recipe, planned.target, Facts(run_dir="runs/x")).parallelism.pipeline

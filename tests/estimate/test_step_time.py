@@ -179,7 +179,7 @@ def fp8_parts(*words):
 @pytest.mark.parametrize(("recipe", "bytes_of_element"), [("tensorwise", 79), ("delayed", 111), ("rowwise", 157)])
 def test_a_cast_operation_by_operation_costs_what_its_operations_move(recipe, bytes_of_element):
     """In place of 4 bytes for each number of an input and of a gradient."""
-    words = (f"precision.recipe={recipe}", "kernels.norm=reference", "kernels.gated=reference")
+    words = (f"precision.recipe={recipe}", *(f"kernels.{name}=reference" for name in ("norm", "gated", "rope")))
     fast = fp8_parts(*words)
     plain = fp8_parts(*words, "kernels.fp8_cast=reference")
     numbers = 8192 * sum(n + k for n, k in SIZES)

@@ -32,6 +32,7 @@ KERNELS = KernelsSpec(
     unpermute="reference",
     norm="reference",
     gated="reference",
+    rope="reference",
     fp8_cast="reference",
     scaled_product="reference",
     scaled_grouped="reference",

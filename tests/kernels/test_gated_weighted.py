@@ -42,7 +42,9 @@ def check_device(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.code.replace(" ", "-"))
 @pytest.mark.parametrize(("R", "F"), [(1, 1), (63, 100), (3, 2049)])
-def test_equation_and_its_gradients(dtype: torch.dtype, form: GatedForm, R: int, F: int, device: torch.device) -> None:
+def test_triton_computes_the_equation_and_its_gradients(
+    dtype: torch.dtype, form: GatedForm, R: int, F: int, device: torch.device
+) -> None:
     check_device(device)
     draw = torch.Generator().manual_seed(R + F)
     gate_up = (2 * torch.randn(R, 2 * F, generator=draw)).bfloat16().double().to(device)
@@ -53,7 +55,7 @@ def test_equation_and_its_gradients(dtype: torch.dtype, form: GatedForm, R: int,
     check(run(by_kernel, mine, grad, form), run(plain, mine, grad, form), truth)
 
 
-def test_one_weight_for_all_rows_and_no_rows(device: torch.device) -> None:
+def test_triton_takes_one_weight_for_all_rows_and_no_rows(device: torch.device) -> None:
     check_device(device)
     form = GatedForm()
     gate_up = torch.randn(5, 12, device=device)

@@ -237,8 +237,8 @@ def test_before_train_the_decisions_are_told_that_say_how_it_runs():
     lines = first[first.index("\ndecided") :].split("\n")[1:-1]
     assert len(lines) == 5
     assert lines[0].split()[1].startswith("launcher.ranks=2:")
-    told = "attention sdpa, cross_entropy chunked, linear torch, norm reference, gated reference, adamw torch"
-    assert f"kernels: {told}, compile none" in lines[3]
+    told = "attention sdpa, cross_entropy chunked, linear torch, norm reference, gated reference, rope reference"
+    assert f"kernels: {told}, adamw torch, compile none" in lines[3]
     # every decision is either told or counted
     counted = int(lines[-1].split()[1])
     assert len(plan.decisions) == 3 + 7 + counted

@@ -86,7 +86,7 @@ def forward(gate_up_RF: Tensor, weights_R: Tensor, *, form: GatedForm) -> Tensor
     R, width = gate_up_RF.shape
     F = width // 2
     out = gate_up_RF.new_empty(R, F)
-    if out.numel():
+    if out.numel() and not out.is_meta:
         said = decoded(form.code)
         weighted_fwd_kernel[(R, triton.cdiv(F, BLOCK))](
             gate_up_RF.contiguous(),
@@ -110,6 +110,8 @@ def gradients(grad_RF: Tensor, gate_up_RF: Tensor, weights_R: Tensor, *, form: G
     F = width // 2
     grad_gate_up = torch.empty_like(gate_up_RF, memory_format=torch.contiguous_format)
     grad_weights = weights_R.new_empty(R)
+    if grad_gate_up.is_meta:
+        return grad_gate_up, grad_weights
     if not grad_gate_up.numel():
         return grad_gate_up, grad_weights.zero_()
     said = decoded(form.code)
