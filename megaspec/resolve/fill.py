@@ -36,9 +36,10 @@ from megaspec.spec import Decision
 from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, Use, choose, runs_on
 
 MICRO_BATCH_TOKENS = 8192
-# Tokens of a rank's micro batch · d_model² / tp, from which on a GPU takes longer for a compiled layer than the host
-# does for starting what lies between its products one by one. Measured on an H200 (2026-11-25): with norms and gates in
-# kernels of their own 1B is faster at 16,384 tokens (7e10), and takes 79 ms in place of 57 at 2,048 (9e9).
+# Tokens of a micro batch · d_model², from which on a GPU takes longer for a compiled layer than the host does for
+# starting what lies between its products one by one. Not of a rank's part: layouts of one batch are weighed alike.
+# Measured on an H200 (2026-11-25): with norms and gates in kernels of their own 1B is faster at 16,384 tokens (7e10),
+# and takes 79 ms in place of 57 at 2,048 (9e9).
 SMALL_LAYER = 2e10
 # A rank holds data.window bytes of text for each lane that it reads.
 MOST_LANES = 256
@@ -547,8 +548,8 @@ def _in_small_layers(draft: ResolverDraft) -> frozenset[str]:
     """Operations whose kernels, started one by one, would keep a GPU waiting; see SMALL_LAYER."""
     if draft.target.device != "cuda":
         return frozenset()
-    tokens = draft["train.micro_batch"] * draft["data.seq_len"] / draft["parallelism.cp"]
-    if tokens * draft["model.d_model"] ** 2 / draft["parallelism.tp"] >= SMALL_LAYER:
+    tokens = draft["train.micro_batch"] * draft["data.seq_len"]
+    if tokens * draft["model.d_model"] ** 2 >= SMALL_LAYER:
         return frozenset()
     if any("mlp" in mixers for mixers in draft.recipe.model.mixers):
         return frozenset({"norm", "gated"})

@@ -24,7 +24,7 @@ from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.layer.facts import WeightCount
 from megaspec.nn.moe.module import Moe
 from megaspec.optim.narrow import NarrowAdamW
-from megaspec.optim.spec import MuonSpec
+from megaspec.optim.spec import MuonSpec, has_narrow_states
 from megaspec.parallelism.bucket import Bucket
 from megaspec.parallelism.flat import Division
 from megaspec.precision.scaler import build_scaler
@@ -374,7 +374,8 @@ def _check(spec: Spec) -> None:
 def _kernels(spec: Spec) -> KernelsSpec:
     """What runs on tensors without numbers: nothing compiled, and in place of kernels that write into memory plain
     operations, but for what a GPU's kernel does without a copy of its own."""
-    adamw = "torch" if spec.kernels.adamw == "torch" else "reference"
+    # states that torch keeps, too, are updated by its kernel, which makes no tensors
+    adamw = "reference" if has_narrow_states(spec.optim) else "torch"
     changes = {"compile": "none", "attention_merge": "reference", "unpermute": "triton", "adamw": adamw}
     return spec.kernels.model_copy(update=changes)
 

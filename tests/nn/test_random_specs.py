@@ -50,7 +50,9 @@ def matched(name: str, pattern: str) -> bool:
 def recipe_of(model: dict[str, Any], **changes: Any) -> Any:
     """A filled recipe that runs as plain operations on a CPU."""
     size = {"data.seq_len": TOKENS, "train.micro_batch": SEQUENCES, "train.global_batch": SEQUENCES}
-    kernels = {f"kernels.{name}": "reference" for name in ("attention", "cross_entropy", "grouped", "unpermute")}
+    kernels = {
+        f"kernels.{name}": "reference" for name in ("attention", "cross_entropy", "grouped", "unpermute", "gated")
+    }
     plainly = {"kernels.compile": "none", "parallelism.dp_replicate": 1}
     return plan(model, size | kernels | plainly | changes)
 

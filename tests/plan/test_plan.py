@@ -241,7 +241,7 @@ def test_before_train_the_decisions_are_told_that_say_how_it_runs():
     assert f"kernels: {told}, adamw torch, compile none" in lines[3]
     # every decision is either told or counted
     counted = int(lines[-1].split()[1])
-    assert len(plan.decisions) == 3 + 7 + counted
+    assert len(plan.decisions) == 3 + 8 + counted
     assert "megaspec show runs/x --origins" in lines[-1]
     for decision in plan.decisions:
         assert decision.key in whole
