@@ -318,7 +318,8 @@ def stepper(args: argparse.Namespace, model: Any, optimizer: Any, batches: list[
 
         def mean(of_tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss = of_tokens.float().mean()
-            return loss, {"loss": loss.detach()}
+            # Megatron divides the loss by the number of micro batches in place
+            return loss, {"loss": loss.detach().clone()}
 
         return losses, mean
 
