@@ -93,7 +93,7 @@ def all_works(depth: int, *, quick: bool) -> Iterator[Work]:
     if not quick:
         runs.append(mcore("bf16", *few))
     yield Work("1b2k", "1B, 2,048 tokens a step", tuple(runs))
-    experts = ("--model", "gptoss6", "--seq", "4096")
+    experts = ("--model", "gptoss6", "--seq", "4096", "--mbs", "2")
     yield Work("gptoss", "6 layers like gpt-oss-20b, s4096, bf16", (ours("bf16", *experts), mcore("bf16", *experts)))
     in_fp8 = (
         ours("tensorwise", *experts, *_ALL_IN_FP8, "--set", "precision.recipe=tensorwise"),
