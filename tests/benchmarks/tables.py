@@ -235,6 +235,16 @@ def _loss_of(which: Callable[[list[Line]], int]) -> Callable[[Group], list[float
     return values
 
 
+def _least_decibels(step: int) -> Callable[[Group], list[float | None]]:
+    """Signal to noise of the layer that has least, in a step."""
+
+    def read(line: Line) -> float | None:
+        layers = line.get("decibels", {}).get(str(step))
+        return min(layers.values()) if layers else None
+
+    return _each(read)
+
+
 def _last_validation(group: Group) -> list[float | None]:
     return [line["loss"] for line in group.lines if line.get("event") == "eval"][-1:]
 
@@ -252,6 +262,10 @@ def _extra_of_ranks(group: Group) -> list[float | None]:
 # Of a column: the values that the lines of a layout have for it.
 COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "tok/s a GPU": _field("tokens_per_s_gpu"),
+    "loss of the last 20 steps": _field("last_loss"),
+    "dB at step 1": _least_decibels(1),
+    "at step 100": _least_decibels(100),
+    "at step 500": _least_decibels(500),
     "step, ms": _median_ms,
     "peak, GiB": _each(_peak),
     "exposed, ms": _each(_exposed),
