@@ -13,9 +13,11 @@ from megaspec.estimate.work import writing_operations
 from megaspec.model.part_builders import PARTS
 from megaspec.nn.attention.module import Attention, AttentionSetting, SequenceContext, grouped_query
 from megaspec.nn.attention.spec import GroupedQuerySpec
+from megaspec.nn.fp8 import Fp8Pair
 from megaspec.nn.linear import Linear
 from megaspec.nn.mlp.module import MLPS, Gated, GatedMlp
 from megaspec.nn.mlp.spec import GatedMlpSpec
+from megaspec.nn.moe.fp8 import Fp8Experts
 from megaspec.nn.norm.module import NORMS, KernelNorm, RmsNorm
 from megaspec.nn.norm.spec import RmsNormSpec
 from megaspec.parallelism.fp8 import Fp8
@@ -87,6 +89,62 @@ def test_who_is_computed_again_by_itself_writes_none(
     findings = compare(found, plain, TOLERANCES["fp64"])
     assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
     assert {name for name, times in calls.items() if times} == set(writers)
+
+
+_EXPERTS = replace(_CASE, router="softmax")
+GATE = {"experts' gate", "experts' gradient"}
+# who writes of a mixture, and whether rows are quantised while they are gathered
+OF_EXPERTS = {
+    "plain": (_EXPERTS, GATE, True),
+    "best two of a group, some dropped": (replace(_EXPERTS, router="sigmoid", drop="probs"), GATE, True),
+    "padded": (replace(_EXPERTS, drop="padded"), GATE, True),
+    "bounds and biases": (replace(_EXPERTS, experts="clamped"), {"experts' gate"}, True),
+    "no gate": (replace(_EXPERTS, experts="plain"), set(), True),
+    "weights on inputs": (replace(_EXPERTS, experts="inputs"), GATE, False),
+    "beside a shared one": (replace(_EXPERTS, shared="gate"), GATE, True),
+    "frozen": (replace(_EXPERTS, trainable="router"), GATE, True),
+    "one product frozen": (replace(_EXPERTS, trainable="down"), GATE, True),
+    "tensorwise": (replace(_EXPERTS, precision="fp8 tensorwise"), set(), True),
+    "rowwise": (replace(_EXPERTS, precision="fp8 rowwise"), set(), False),
+    "recomputed": (replace(_EXPERTS, also=(("parallelism.recompute", {"kind": "full"}),)), GATE, True),
+    "recomputed by itself": (
+        replace(_EXPERTS, also=(("parallelism.recompute", {"kind": "selective", "parts": ["moe"]}),)),
+        set(),
+        False,
+    ),
+    "an activation of its own": (
+        replace(_EXPERTS, also=(("parallelism.recompute", {"kind": "selective", "parts": ["activation"]}),)),
+        set(),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_experts_take_what_is_written_as_what_they_quantise(
+    name: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, writers, moves = OF_EXPERTS[name]
+    gathered = []
+    cast = Fp8Experts.quantise_rows
+
+    def watched(*inputs: Any, index_R: Tensor | None = None, **more: Any) -> Fp8Pair:
+        gathered.append(index_R is not None)
+        return cast(*inputs, index_R=index_R, **more)
+
+    monkeypatch.setattr(Fp8Experts, "quantise_rows", watched)
+    found = trained(case, "triton")
+    assert {who for who in calls if calls[who] and "experts" in who} == writers
+    assert any(gathered) == moves
+    # nobody writes anything: products quantise rows that are there in the model's format
+    monkeypatch.setattr("megaspec.parallelism.fp8._have_experts_write", lambda *_: None)
+    gathered.clear()
+    calls.clear()
+    plain = trained(case, "reference")
+    assert not any(gathered)
+    assert not calls
+    findings = compare(found, plain, TOLERANCES["fp64"])
+    assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
 
 
 class TwiceNorm(RmsNorm):
