@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megaspec.estimate.trained import facts_of
-from megaspec.estimate.work import writing_operations
+from megaspec.estimate.work import operations_writing_for_experts, writing_operations
 from megaspec.model.part_builders import PARTS
 from megaspec.nn.attention.module import Attention, AttentionSetting, SequenceContext, grouped_query
 from megaspec.nn.attention.spec import GroupedQuerySpec
@@ -17,7 +17,9 @@ from megaspec.nn.fp8 import Fp8Pair
 from megaspec.nn.linear import Linear
 from megaspec.nn.mlp.module import MLPS, Gated, GatedMlp
 from megaspec.nn.mlp.spec import GatedMlpSpec
+from megaspec.nn.moe.facts import GATHERED
 from megaspec.nn.moe.fp8 import Fp8Experts
+from megaspec.nn.moe.module import Experts
 from megaspec.nn.norm.module import NORMS, KernelNorm, RmsNorm
 from megaspec.nn.norm.spec import RmsNormSpec
 from megaspec.parallelism.fp8 import Fp8
@@ -301,6 +303,14 @@ def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
             if isinstance(module, Gated) and module.fp8_producer:
                 found.add((f"{number}.{name}.w_gate_up", "gradient", "gated"))
                 found.add((f"{number}.{name}.w_down", "input", "gated"))
+            if isinstance(module, Experts) and module.writes_fp8:
+                found.add((f"{number}.{name}.w_down", "input", "gated"))
+                if module.entry.bias is None:
+                    found.add((f"{number}.{name}.w_gate_up", "gradient", "gated"))
+            if isinstance(module, Experts) and module.moves_fp8:
+                found.add((f"{number}.{name}.{module.into_name}", "input", GATHERED))
+                if module.w_down.bias is None:
+                    found.add((f"{number}.{name}.w_down", "gradient", GATHERED))
             if isinstance(module, Attention) and module.fp8_producer:
                 found.add((f"{number}.{name}.wqkv", "gradient", "rope"))
         for module in layer.modules():
@@ -318,6 +328,12 @@ def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
         replace(_CASE, options="whole"),
         replace(_CASE, router="softmax", shared="plain", n_layers=4, every=2),
         replace(_CASE, router="softmax", experts="bias"),
+        replace(_CASE, router="softmax", experts="clamped"),
+        replace(_CASE, router="softmax", experts="plain"),
+        replace(_CASE, router="softmax", experts="inputs"),
+        replace(
+            _CASE, router="softmax", also=(("parallelism.recompute", {"kind": "selective", "parts": ["activation"]}),)
+        ),
         replace(_CASE, also=(("model.layer", {"kind": "parallel"}),)),
         replace(_CASE, also=(("model.layer", {"kind": "sequential", "norms": "post"}),)),
         replace(_CASE, also=(("precision.recipe", "tensorwise"),)),
@@ -326,11 +342,14 @@ def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
     ids=str,
 )
 def test_the_plan_knows_who_writes(case: Case) -> None:
-    spec = spec_of(replace(case, also=(*case.also, *((f"kernels.{operation}", "triton") for operation in OPERATIONS))))
+    kernels = [(f"kernels.{operation}", "triton") for operation in OPERATIONS]
+    spec = spec_of(replace(case, also=(*case.also, *kernels, ("kernels.fp8_cast", "triton"))))
     planned = set()
     for number, layer in enumerate(facts_of(spec).layers):
-        writing = writing_operations(spec)
         for linear in layer.linears:
+            writing = writing_operations(spec)
+            if linear.tokens == "routed":
+                writing = operations_writing_for_experts(spec)
             if not linear.takes_fp8:
                 continue
             if linear.input_by in writing:
