@@ -8,7 +8,7 @@ from megaspec.nn.fp8 import Fp8Memory, Fp8Shared, Fp8Use
 from megaspec.nn.linear import WeightGradientQueue, WeightGradientSums
 from megaspec.nn.moe.fp8 import Fp8Experts
 from megaspec.nn.moe.module import GroupedLinear
-from megaspec_kernels.fp8_cast.groups import padded_rows
+from megaspec_kernels.fp8_cast.padding import padded_rows
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.fp8 import quantised
 from tests.nn.test_fp8 import form_of

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-UNIT = 16
+from megaspec_kernels.fp8_cast.padding import UNIT
 
 
 class Groups(NamedTuple):
@@ -40,12 +40,6 @@ class Groups(NamedTuple):
     def columns(self) -> int:
         """P"""
         return self.first.shape[0] * UNIT
-
-
-def padded_rows(rows: int, groups: int) -> int:
-    """So many are enough for the padded groups and the rows of none, however the rows are spread over them: known
-    without a look at the device."""
-    return -(-rows // UNIT) * UNIT + groups * UNIT
 
 
 def group_of_rows(ends_E: Tensor, rows: int) -> Tensor:

@@ -6,7 +6,8 @@ groups, in rows and in columns. See groups.py, and reference.py for what becomes
 import torch
 from torch import Tensor
 
-from megaspec_kernels.fp8_cast.groups import UNIT, Groups, group_of_rows, padded_rows
+from megaspec_kernels.fp8_cast.groups import Groups, group_of_rows
+from megaspec_kernels.fp8_cast.padding import UNIT, padded_rows
 from megaspec_kernels.fp8_cast.reference import cast
 
 

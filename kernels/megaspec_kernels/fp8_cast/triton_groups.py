@@ -9,7 +9,8 @@ rows on the way, so that what experts take is never there in the model's format.
 import torch
 from torch import Tensor
 
-from megaspec_kernels.fp8_cast.groups import UNIT, Groups, padded_rows
+from megaspec_kernels.fp8_cast.groups import Groups
+from megaspec_kernels.fp8_cast.padding import UNIT, padded_rows
 from megaspec_kernels.fp8_cast.tile import format_constants
 from megaspec_kernels.fp8_cast.tiles import BEST, Tile
 

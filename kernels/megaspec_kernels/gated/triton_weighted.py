@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import Known
-from megaspec_kernels.fp8_cast.groups import UNIT, Groups
+from megaspec_kernels.fp8_cast.groups import Groups
+from megaspec_kernels.fp8_cast.padding import UNIT
 from megaspec_kernels.fp8_cast.tile import Written, format_constants
 from megaspec_kernels.fp8_cast.triton_groups import group_cast
 from megaspec_kernels.gated.form import GatedForm, decoded

@@ -160,7 +160,7 @@ class Fp8Experts(Fp8Linear):
             return self._quantised_at_once(weight)
         if self.gathered is not None:
             values, scale_E = self.gathered
-            return Fp8Pair(self.gathered, Fp8Tensor(self.columns(values), scale_E))
+            return self._of_matrices(values, self.columns(values), scale_E)
         in_rows = self._by_row(weight, "weight")
         ends_E = self._ends_of_weight(weight)
         amax_EI = self.form.cast.group_amax(weight, ends_E, by_column=True)
@@ -182,7 +182,16 @@ class Fp8Experts(Fp8Linear):
         values, columns = self.form.cast.cast(
             weight, scale_R, block=_ROW, dtype=self.form.dtype("weight"), rows=True, columns=True
         )
-        return Fp8Pair(Fp8Tensor(values, scale_E), Fp8Tensor(columns, scale_E))
+        return self._of_matrices(values, columns, scale_E)
+
+    def _of_matrices(self, values: Tensor, columns: Tensor, scale_E: Tensor) -> Fp8Pair:
+        """Matrices in both layouts, [E·O, I] and [I, E·O], with a scale each, [E, 1]."""
+        E = self.n_experts
+        n_out = values.shape[0] // E
+        # of each output and of each input, as grouped products take them: not made anew for each of a step's products
+        of_outputs = scale_E.expand(E, n_out).contiguous()
+        of_inputs = scale_E.expand(E, values.shape[1]).contiguous()
+        return Fp8Pair(Fp8Tensor(values, of_outputs), Fp8Tensor(columns, of_inputs))
 
     def _ends_of_weight(self, weight: Tensor) -> Tensor:
         """Where the rows of each expert's matrix end, int32 [E]."""

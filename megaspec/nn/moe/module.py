@@ -236,7 +236,7 @@ class Experts(nn.Module):
             # one number for all rows
             weights_R = weights_R.new_ones(()).expand(weights_R.shape)
             bias_scale = None
-        if self.is_in_fp8 and x_RD.shape[0]:
+        if self.writes_fp8 and x_RD.shape[0]:
             groups = self.entry.groups(ends_E, x_RD.shape[0])
             hidden_RF = self._between(x_RD, weights_R, groups, whole=whole)
             return self.w_down(hidden_RF, ends_E, whole=whole, bias_scale=bias_scale, groups=groups)
