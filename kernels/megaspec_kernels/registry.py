@@ -28,6 +28,7 @@ from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
 from megaspec_kernels.fp8_cast import reference_groups as fp8_cast_reference_groups
 from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
 from megaspec_kernels.fp8_cast import triton_groups as fp8_cast_triton_groups
+from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.gated import reference as gated_reference
 from megaspec_kernels.gated import triton as gated_triton
 from megaspec_kernels.gated import triton_weighted as gated_weighted
@@ -129,6 +130,10 @@ class WeightedGatedKernel:
     """([R, 2 F], [R], *, form) -> [R, F]"""
     gradients: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     """([R, F], [R, 2 F], [R], *, form) -> [R, 2 F], [R]"""
+    forward_in_fp8: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """([R, 2 F], [R], groups, *, form, known) -> [R, F], [F, P], scale"""
+    gradients_in_fp8: Callable[..., tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
+    """([R, F], [R, 2 F], [R], groups, *, form, known) -> [R, 2 F], [2 F, P], scale, and [R]"""
 
 
 @dataclass(frozen=True)
@@ -196,12 +201,12 @@ class Fp8CastKernel:
     """(x_MK, scale_mk, *, block, dtype, rows, columns, seen, saturated, scale_copy) -> [M, K] and [K, M]"""
     columns: Callable[..., torch.Tensor]
     """(x_MK in fp8) -> [K, M]"""
+    groups: Callable[..., Groups]
+    """(ends_E, rows) -> where the rows of groups lie; see fp8_cast/reference_groups.py, also for the next two"""
     group_amax: Callable[..., torch.Tensor]
-    """(x_RI, ends_E) -> [E, I]; of rows that belong to groups, see fp8_cast/reference_groups.py"""
-    group_cast: Callable[..., torch.Tensor]
-    """(x_RI, scale, ends_E, *, dtype, saturated) -> [R, I]"""
-    group_columns: Callable[..., torch.Tensor]
-    """(x_RI, ends_E, ends_of_padded_E, *, columns) -> [I, P]"""
+    """(x_RI, ends_E, *, by_column) -> [E, 1] or [E, I]"""
+    group_cast: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
+    """(x, scale, groups, *, dtype, rows, columns, index_R, seen, saturated, scale_copy) -> [R, I] and [I, P]"""
 
 
 @dataclass(frozen=True)
@@ -293,7 +298,12 @@ REGISTRY: dict[str, dict[str, Any]] = {
                 gated_triton.gated_backward,
                 gated_triton.gated_backward_in_fp8,
             ),
-            WeightedGatedKernel(gated_weighted.forward, gated_weighted.gradients),
+            WeightedGatedKernel(
+                gated_weighted.forward,
+                gated_weighted.gradients,
+                gated_weighted.forward_in_fp8,
+                gated_weighted.gradients_in_fp8,
+            ),
         ),
     },
     "rope": {
@@ -312,9 +322,9 @@ REGISTRY: dict[str, dict[str, Any]] = {
             fp8_cast_triton.scale,
             fp8_cast_triton.cast,
             columns=fp8_cast_triton.columns,
+            groups=fp8_cast_triton_groups.groups,
             group_amax=fp8_cast_triton_groups.group_amax,
             group_cast=fp8_cast_triton_groups.group_cast,
-            group_columns=fp8_cast_triton_groups.group_columns,
         ),
         # the cast alone; what comes before it and what experts take is Triton's
         "cuda": Fp8CastKernel(
@@ -323,9 +333,9 @@ REGISTRY: dict[str, dict[str, Any]] = {
             fp8_cast_triton.scale,
             fp8_cast_cuda.cast,
             columns=fp8_cast_triton.columns,
+            groups=fp8_cast_triton_groups.groups,
             group_amax=fp8_cast_triton_groups.group_amax,
             group_cast=fp8_cast_triton_groups.group_cast,
-            group_columns=fp8_cast_triton_groups.group_columns,
         ),
         "reference": Fp8CastKernel(
             fp8_cast_reference.amax,
@@ -333,9 +343,9 @@ REGISTRY: dict[str, dict[str, Any]] = {
             fp8_cast_reference.scale,
             fp8_cast_reference.cast,
             columns=fp8_cast_reference.columns,
+            groups=fp8_cast_reference_groups.groups,
             group_amax=fp8_cast_reference_groups.group_amax,
             group_cast=fp8_cast_reference_groups.group_cast,
-            group_columns=fp8_cast_reference_groups.group_columns,
         ),
     },
     "scaled_product": {

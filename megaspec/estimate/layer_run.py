@@ -10,6 +10,7 @@ from megaspec.nn.layer.facts import LayerFacts
 from megaspec.parallelism.spec import ContextSpec, RecomputeSpec
 from megaspec.precision.spec import model_format
 from megaspec.recipe import Recipe
+from megaspec_kernels.fp8_cast.padding import padded_rows
 
 BYTES = {"fp64": 8, "fp32": 4}
 """Of a number in a precision; every other computes in 2."""
@@ -89,6 +90,9 @@ class LayerRun:
         """Of one kept tensor."""
         rows = self.count(kept.tokens, layer.routing)
         in_fp8 = kept.what in layer.fp8_inputs
+        if in_fp8 and kept.tokens == "routed":
+            # in columns, with the padding of each expert's rows
+            rows = padded_rows(rows, layer.routing.n_experts // self.degrees.ep)
         return kept.times * rows * self.on_rank(kept.features) * self.bytes_of(kept.element, in_fp8=in_fp8)
 
     @cached_property

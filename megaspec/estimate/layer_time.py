@@ -407,6 +407,8 @@ def layer_times(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughp
         parallelism.sequence_parallel,
         parallelism.dispatch,
         recipe.train.micro_batch,
+        # what is done once a step is divided among its micro batches
+        recipe.train.global_batch,
         recipe.train.trainable,
         # which the strategy decides
         tables_in_place(recipe),

@@ -14,8 +14,9 @@ from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.tables import tables_in_place
 from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import LayerFacts
+from megaspec.nn.moe.facts import GATHERED
 from megaspec.parallelism.spec import ContextSpec
-from megaspec.precision.spec import may_write_fp8, model_format
+from megaspec.precision.spec import fp8_recipe, may_write_fp8, model_format
 from megaspec.recipe import Recipe
 from megaspec_kernels.catalog import CATALOG
 
@@ -41,6 +42,12 @@ FLASH_COST = 1.83
 OWN_LENGTHS = ("cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "te")
 # Bytes that the cast to fp8 moves of a number in bf16: one kernel reads it once and writes it in both layouts.
 FP8_CAST = 4.0
+# Of rows that belong to experts, by recipe: delayed, one pass as well; tensorwise, the largest element of each expert's
+# before it; rowwise, that and a cast for each layout. Other recipes have no grouped products.
+GROUP_CAST = {"delayed": 4.0, "tensorwise": 6.0, "rowwise": 10.0}
+# Of experts' matrices, once a step: tensorwise and delayed have scales of their own numbers; rowwise each layout has,
+# and columns are turned round in a pass more.
+GROUP_WEIGHT_CAST = {"delayed": 6.0, "tensorwise": 6.0, "rowwise": 12.0}
 # The same operation by operation: the largest element, the cast with what of it is not finite, and with delayed scales
 # what saturates and is remembered. With scales of lines, and of blocks, each layout is cast by itself.
 PLAIN_FP8_CAST = {
@@ -134,8 +141,10 @@ def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[Rec
     """The parts of one layer. `in_fp8`: its matrix products take fp8, where they can."""
     run = layer_run(recipe)
     products: dict[str, RecomputablePart] = {}
-    writing = writing_operations(recipe)
+    by_layers = writing_operations(recipe)
+    by_experts = operations_writing_for_experts(recipe)
     for linear in layer.linears:
+        writing = by_experts if linear.tokens == "routed" else by_layers
         if linear.in_time:
             precision = "fp8" if in_fp8 and linear.takes_fp8 else precision_outside_fp8(recipe)
             part = products.setdefault(linear.recomputed_with, RecomputablePart(linear.recomputed_with))
@@ -167,6 +176,21 @@ def writing_operations(recipe: Recipe) -> frozenset[str]:
         chosen = CATALOG[operation].implementations[getattr(recipe.kernels, operation)]
         if chosen.writes_fp8:
             found.add(operation)
+    return frozenset(found)
+
+
+def operations_writing_for_experts(recipe: Recipe) -> frozenset[str]:
+    """The same of what experts take; see nn/moe/fp8_producers.py and `_have_experts_write` in parallelism/fp8.py."""
+    parallelism = recipe.parallelism
+    if fp8_recipe(recipe.precision) != "delayed" or parallelism.recompute.alone & {"moe", "activation"}:
+        return frozenset()
+    found = set()
+    if CATALOG["gated"].implementations[recipe.kernels.gated].writes_fp8:
+        found.add("gated")
+    # rows that other ranks send arrive in the model's format
+    arrive_gathered = parallelism.ep * parallelism.etp == 1 or parallelism.dispatch == "all_gather"
+    if arrive_gathered and recipe.kernels.fp8_cast != "reference":
+        found.add(GATHERED)
     return frozenset(found)
 
 
@@ -379,10 +403,19 @@ def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
     for product in products:
         if product.precision != "fp8":
             continue
+        of_rows = cast
+        by_kernels = product.groups > 0 and cast == FP8_CAST
+        if by_kernels:
+            of_rows = GROUP_CAST.get(recipe.precision.recipe, FP8_CAST)
         if not product.input_is_written:
-            forward += cast * product.m * product.k
+            forward += of_rows * product.m * product.k
         if not product.gradient_is_written:
-            backward += cast * product.m * product.n
+            backward += of_rows * product.m * product.n
+        if by_kernels:
+            # once a step: in the mean over micro batches
+            weights = product.groups * product.n * product.k
+            of_weight = GROUP_WEIGHT_CAST.get(recipe.precision.recipe, FP8_CAST)
+            forward += of_weight * weights / shape_of(recipe).micro_batches
         if is_dequantised(recipe, product):
             turned = _dequantised_bytes(product)
             forward += turned.forward

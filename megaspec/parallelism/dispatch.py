@@ -386,9 +386,9 @@ class AllGather:
         if count is not None:
             (n_rows,) = count.read()
         rows = rows.first(n_rows)
-        y_RD = experts(rows.permute(x_ND), rows.pick(weights_Nk), rows.ends)
         # [N, D], what the experts here add to every token; the sum over ranks is scattered to [M, D]
-        y_MD = moved(rows.unpermute(y_RD), Scatter(self.group))
+        y_ND = experts.of_tokens(x_ND, weights_Nk, rows)
+        y_MD = moved(y_ND, Scatter(self.group))
         if not self.overlap:
             shared_BTD = shared_experts()
         return y_MD, shared_BTD

@@ -27,7 +27,7 @@ from megaspec.nn.layer.module import Layer
 from megaspec.nn.linear import Linear
 from megaspec.nn.mlp.module import Gated
 from megaspec.nn.moe.fp8 import EXPERTS_GRADIENT, Fp8Experts
-from megaspec.nn.moe.module import GroupedLinear
+from megaspec.nn.moe.module import Experts, GroupedLinear, Moe
 from megaspec.nn.norm.module import KernelNorm
 from megaspec.parallelism.collectives import all_reduce_max, wait
 from megaspec.parallelism.fp8_gather import Fp8Gather
@@ -100,6 +100,10 @@ class Fp8:
                 linear.ticket, self._form.recipe, self._form.gradient_format, gathers_bytes=bool(linear.of_tokens)
             )
             self.linears[name] = linear
+        if self._form.takes_written:
+            for chunk in chunks:
+                for layer in chunk.layers.values():
+                    _have_experts_write(layer, self._recomputed)
         if self.is_delayed and self._form.takes_written:
             for chunk in chunks:
                 for layer in chunk.layers.values():
@@ -244,6 +248,20 @@ def _have_fp8_written(layer: Layer, recomputed: frozenset[str]) -> None:
             producer = mixer.rotation.kernel.producer
             if producer is not None and _takes_written_gradient(mixer.wqkv):
                 mixer.fp8_producer = producer.implementation
+
+
+def _have_experts_write(layer: Layer, recomputed: frozenset[str]) -> None:
+    """Has what lies around the products of experts write fp8: see nn/moe/fp8_producers.py. What is computed again by
+    itself is no part of another operation."""
+    for mixer in layer.mixers():
+        if not isinstance(mixer, Moe) or recomputed & {"moe", "activation"}:
+            continue
+        experts = mixer.experts
+        if type(experts) is not Experts or not experts.is_in_fp8 or not experts.shares_scales:
+            continue
+        experts.writes_fp8 = experts.activation.writer is not None
+        # otherwise what is gathered is weighted before it is quantised
+        experts.moves_fp8 = experts.weights_on != "inputs"
 
 
 def _have_gate_write(mixer: Gated, recomputed: frozenset[str]) -> None:

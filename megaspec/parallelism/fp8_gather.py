@@ -98,7 +98,7 @@ class Fp8Gather:
         of_experts = own.new_zeros(linear.n_experts * self._mesh.size("ep"), dtype=wide)
         if own.shape[0]:
             amax = linear.form.cast.group_amax(own, self._ends(name, bucket))
-            of_experts[self._experts(linear)] = amax.amax(1)
+            of_experts[self._experts(linear)] = amax.view(-1)
         return of_experts
 
     def _quantise(self, name: str, bucket: Bucket) -> None:
@@ -109,7 +109,8 @@ class Fp8Gather:
         dtype = linear.form.dtype("weight")
         scale = self._scales[name]
         if isinstance(linear, Fp8Experts):
-            values = linear.form.cast.group_cast(own, scale, self._ends(name, bucket), dtype=dtype)
+            groups = linear.groups(self._ends(name, bucket), own.shape[0])
+            values, _ = linear.form.cast.group_cast(own, scale, groups, dtype=dtype)
         else:
             values, _ = linear.form.cast.cast(own, scale, block=_ALL, dtype=dtype)
         place = bucket.division.part(bucket.bytes.own, name, bucket.shard_group.index)

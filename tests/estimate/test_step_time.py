@@ -10,7 +10,7 @@ from megaspec.estimate.layer_time import collective_seconds
 from megaspec.estimate.step_kinds import rank_work
 from megaspec.estimate.step_time import exposed_collectives, step_time
 from megaspec.estimate.throughput import throughput_of
-from megaspec.estimate.work import layer_parts
+from megaspec.estimate.work import fp8_bytes, layer_parts
 from tests.resolve.planned import filled, shaped
 
 H200 = HARDWARE["H200"]
@@ -213,6 +213,43 @@ def test_experts_products_that_are_dequantised_take_longer():
     plain = fp8_parts(EXPERTS, "kernels.scaled_grouped=reference")
     assert plain["matrix products"] > 3 * fast["matrix products"]
     assert plain["element-wise"] > fast["element-wise"]
+
+
+# Rows of 2 experts for each of 8,192 tokens, 4,096 wide into 2 x 1,024, and 1,024 into 4,096; and all matrices.
+ROWS = 2 * 8192
+OF_ROWS = {"x": ROWS * 4096, "gate": ROWS * 1024, "gate_up": ROWS * 2048, "y": ROWS * 4096}
+MATRICES = 8 * (2048 * 4096 + 4096 * 1024)
+GATED = "kernels.gated=triton"
+ALONE = "parallelism.recompute={kind: selective, parts: [moe]}"
+TO_ALL = ("parallelism.ep=2", "parallelism.dispatch=all_to_all")
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "of_number", "of_weight", "quantised"),
+    [
+        (("precision.recipe=delayed", GATED), 1, 4, 6, ()),
+        (("precision.recipe=delayed", "kernels.gated=reference"), 1, 4, 6, ("gate", "gate_up")),
+        # rows come from other ranks
+        (("precision.recipe=delayed", GATED, *TO_ALL), 2, 4, 6, ("x", "y")),
+        (("precision.recipe=delayed", GATED, ALONE), 1, 4, 6, ("x", "gate", "gate_up", "y")),
+        (("precision.recipe=tensorwise", GATED), 1, 6, 6, ("x", "gate", "gate_up", "y")),
+        (("precision.recipe=rowwise", GATED), 1, 10, 12, ("x", "gate", "gate_up", "y")),
+        (("precision.recipe=delayed", "model.mlp.bias=true", GATED), 1, 4, 6, ("gate_up", "y")),
+    ],
+    ids=str,
+)
+def test_what_of_experts_is_quantised_in_a_pass_of_its_own(words, gpus, of_number, of_weight, quantised):
+    recipe = shaped("llama3_8b_half", EXPERTS, *words, precision="fp8", gpus=gpus, global_batch=4 * gpus)
+    layer = recipe.model.facts.layers[1]
+    experts = []
+    for part in layer_parts(recipe, layer, in_fp8=True):
+        experts += [product for product in part.products if product.groups]
+    assert len(experts) == 2
+    found = fp8_bytes(recipe, experts)
+    size = sum(OF_ROWS[name] for name in quantised)
+    # once in four micro batches
+    weights = MATRICES / gpus / 4
+    assert found.forward + found.backward == of_number * size + of_weight * weights
 
 
 def test_experts_that_every_token_takes_are_not_multiplied_in_fp8():

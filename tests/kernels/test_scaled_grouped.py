@@ -5,13 +5,25 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.catalog import Use, choose, unmet
-from megaspec_kernels.fp8_cast.groups import padded_ends, padded_rows
+from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.gate import check, filled_with_nan
 from megaspec_kernels.registry import REGISTRY
 from megaspec_kernels.scaled_grouped.bench import held
 from tests.kernels.test_fp8_groups import ends_of
 
 E4M3 = torch.float8_e4m3fn
+
+
+def turned(ends: Tensor, *rows: Tensor) -> tuple[Groups, list[Tensor]]:
+    """Rows in fp8 in columns, with the padding of groups."""
+    kernel = REGISTRY["fp8_cast"]["reference"]
+    groups = kernel.groups(ends, rows[0].shape[0])
+    one = torch.ones(1, 1, device=ends.device)
+    columns = []
+    for values in rows:
+        _, made = kernel.group_cast(values.float(), one, groups, dtype=E4M3, columns=True)
+        columns.append(made)
+    return groups, columns
 
 
 def test_the_reference_in_fp64_is_one_product_a_group() -> None:
@@ -30,11 +42,9 @@ def test_the_reference_in_fp64_is_one_product_a_group() -> None:
     weight_scale = torch.exp2(torch.randint(-9, 9, (4, 48), generator=draw).double())
     kernel = REGISTRY["scaled_grouped"]["reference"]
     y = kernel.product(x8, weight8, x_scale, weight_scale, ends, dtype=torch.float64)
-    padded = padded_ends(ends)
-    turn = REGISTRY["fp8_cast"]["reference"].group_columns
-    columns = [turn(one, ends, padded, columns=padded_rows(16, 4)) for one in (grad8, x8)]
+    groups, columns = turned(ends, grad8, x8)
     of_groups = torch.exp2(torch.randint(-9, 9, (4, 1), generator=draw).double())
-    total = kernel.weight_product(*columns, weight_scale, of_groups, padded, dtype=torch.float64)
+    total = kernel.weight_product(*columns, weight_scale, of_groups, groups.padded, dtype=torch.float64)
     first = 0
     for e, last in enumerate(ends.tolist()):
         rows = slice(first, last)
@@ -56,9 +66,8 @@ def test_rows_of_no_group_are_zero_and_empty_groups_have_no_gradient(name, devic
     ends = ends_of((4, 0, 9), device)
     with filled_with_nan():
         y = kernel.product(x, weight, one, one.expand(3, 1), ends, dtype=torch.bfloat16, whole=False)
-        padded = padded_ends(ends)
-        turned = REGISTRY["fp8_cast"]["reference"].group_columns(x, ends, padded, columns=padded_rows(20, 3))
-        total = kernel.weight_product(turned, turned, one, one, padded, dtype=torch.float32)
+        groups, (columns,) = turned(ends, x)
+        total = kernel.weight_product(columns, columns, one, one, groups.padded, dtype=torch.float32)
     assert y.shape == (20, 48)
     assert not y[13:].any()
     assert (y[:13] != 0).any(dim=1).all()

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.fp8_cast import reference as fp8_cast
+from megaspec_kernels.fp8_cast import reference_groups
 from megaspec_kernels.fp8_cast.formats import Known
+from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.fp8_cast.tile import Written
 from megaspec_kernels.gated import reference as gated_reference
 from megaspec_kernels.gated.form import GatedForm
@@ -25,6 +27,7 @@ from megaspec_kernels.registry import (
     NormProducer,
     RopeKernel,
     RopeProducer,
+    WeightedGatedKernel,
 )
 from megaspec_kernels.rope import reference as rope_reference
 from megaspec_kernels.rope.form import Heads
@@ -126,6 +129,40 @@ def gated_backward_in_fp8(grad: Tensor, gate_up: Tensor, code: str, *, known: Kn
     return written(gated_backward(grad, gate_up, code), known)
 
 
+def weighted_forward(gate_up: Tensor, weights: Tensor, *, form: GatedForm) -> Tensor:
+    wide = torch.promote_types(gate_up.dtype, weights.dtype)
+    out = gated_forward(gate_up.to(wide), form.code) * weights[:, None]
+    return out.to(gate_up.dtype)
+
+
+def weighted_gradients(grad: Tensor, gate_up: Tensor, weights: Tensor, *, form: GatedForm) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(gate_up.dtype, weights.dtype)
+    grad_weights = (grad.to(wide) * gated_forward(gate_up.to(wide), form.code)).sum(-1)
+    made = gated_backward(grad.to(wide) * weights[:, None], gate_up.to(wide), form.code)
+    return made.to(gate_up.dtype), grad_weights
+
+
+def written_groups(x: Tensor, groups: Groups, known: Known) -> Written:
+    scale = known.scale.clone().view(1, 1)
+    rows, columns = reference_groups.group_cast(
+        x, scale, groups, dtype=known.dtype, columns=True, seen=known.seen, saturated=known.saturated
+    )
+    return Written(rows, columns, scale)
+
+
+def weighted_in_fp8(gate_up: Tensor, weights: Tensor, groups: Groups, *, form: GatedForm, known: Known) -> Written:
+    calls["experts' gate"] = calls.get("experts' gate", 0) + 1
+    return written_groups(weighted_forward(gate_up, weights, form=form), groups, known)
+
+
+def weighted_gradients_in_fp8(
+    grad: Tensor, gate_up: Tensor, weights: Tensor, groups: Groups, *, form: GatedForm, known: Known
+) -> tuple[Written, Tensor]:
+    calls["experts' gradient"] = calls.get("experts' gradient", 0) + 1
+    made, grad_weights = weighted_gradients(grad, gate_up, weights, form=form)
+    return written_groups(made, groups, known), grad_weights
+
+
 def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int) -> tuple[Tensor, Tensor]:
     turned = rope_reference.rope(qkv, cos, sin, heads=Heads(queries, keys, size))
     return turned.q_BTNH, turned.k_BTKH
@@ -150,6 +187,7 @@ _PLAIN = {
     "gated": GatedKernel(
         gated_reference.gated,
         GatedProducer("triton", gated_forward, gated_in_fp8, gated_backward, gated_backward_in_fp8),
+        WeightedGatedKernel(weighted_forward, weighted_gradients, weighted_in_fp8, weighted_gradients_in_fp8),
     ),
     "rope": RopeKernel(rope_reference.rope, RopeProducer("triton", rope_forward, rope_backward, rope_backward_in_fp8)),
 }
@@ -162,6 +200,8 @@ def plain_producers() -> Iterator[dict[str, int]]:
     for operation, plain in _PLAIN.items():
         held[operation] = REGISTRY[operation]["triton"]
         REGISTRY[operation]["triton"] = plain
+    # those of experts as they come
+    calls.clear()
     calls.update(norm=0, gate=0, gradient=0, rope=0)
     try:
         yield calls

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from megaspec.estimate.trained import facts_of
-from megaspec.estimate.work import writing_operations
+from megaspec.estimate.work import operations_writing_for_experts, writing_operations
 from megaspec.model.part_builders import PARTS
 from megaspec.nn.attention.module import Attention, AttentionSetting, SequenceContext, grouped_query
 from megaspec.nn.attention.spec import GroupedQuerySpec
+from megaspec.nn.fp8 import Fp8Pair
 from megaspec.nn.linear import Linear
 from megaspec.nn.mlp.module import MLPS, Gated, GatedMlp
 from megaspec.nn.mlp.spec import GatedMlpSpec
+from megaspec.nn.moe.facts import GATHERED
+from megaspec.nn.moe.fp8 import Fp8Experts
+from megaspec.nn.moe.module import Experts
 from megaspec.nn.norm.module import NORMS, KernelNorm, RmsNorm
 from megaspec.nn.norm.spec import RmsNormSpec
 from megaspec.parallelism.fp8 import Fp8
@@ -87,6 +91,62 @@ def test_who_is_computed_again_by_itself_writes_none(
     findings = compare(found, plain, TOLERANCES["fp64"])
     assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
     assert {name for name, times in calls.items() if times} == set(writers)
+
+
+_EXPERTS = replace(_CASE, router="softmax")
+GATE = {"experts' gate", "experts' gradient"}
+# who writes of a mixture, and whether rows are quantised while they are gathered
+OF_EXPERTS = {
+    "plain": (_EXPERTS, GATE, True),
+    "best two of a group, some dropped": (replace(_EXPERTS, router="sigmoid", drop="probs"), GATE, True),
+    "padded": (replace(_EXPERTS, drop="padded"), GATE, True),
+    "bounds and biases": (replace(_EXPERTS, experts="clamped"), {"experts' gate"}, True),
+    "no gate": (replace(_EXPERTS, experts="plain"), set(), True),
+    "weights on inputs": (replace(_EXPERTS, experts="inputs"), GATE, False),
+    "beside a shared one": (replace(_EXPERTS, shared="gate"), GATE, True),
+    "frozen": (replace(_EXPERTS, trainable="router"), GATE, True),
+    "one product frozen": (replace(_EXPERTS, trainable="down"), GATE, True),
+    "tensorwise": (replace(_EXPERTS, precision="fp8 tensorwise"), set(), True),
+    "rowwise": (replace(_EXPERTS, precision="fp8 rowwise"), set(), False),
+    "recomputed": (replace(_EXPERTS, also=(("parallelism.recompute", {"kind": "full"}),)), GATE, True),
+    "recomputed by itself": (
+        replace(_EXPERTS, also=(("parallelism.recompute", {"kind": "selective", "parts": ["moe"]}),)),
+        set(),
+        False,
+    ),
+    "an activation of its own": (
+        replace(_EXPERTS, also=(("parallelism.recompute", {"kind": "selective", "parts": ["activation"]}),)),
+        set(),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_experts_take_what_is_written_as_what_they_quantise(
+    name: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, writers, moves = OF_EXPERTS[name]
+    gathered = []
+    cast = Fp8Experts.quantise_rows
+
+    def watched(*inputs: Any, index_R: Tensor | None = None, **more: Any) -> Fp8Pair:
+        gathered.append(index_R is not None)
+        return cast(*inputs, index_R=index_R, **more)
+
+    monkeypatch.setattr(Fp8Experts, "quantise_rows", watched)
+    found = trained(case, "triton")
+    assert {who for who in calls if calls[who] and "experts" in who} == writers
+    assert any(gathered) == moves
+    # nobody writes anything: products quantise rows that are there in the model's format
+    monkeypatch.setattr("megaspec.parallelism.fp8._have_experts_write", lambda *_: None)
+    gathered.clear()
+    calls.clear()
+    plain = trained(case, "reference")
+    assert not any(gathered)
+    assert not calls
+    findings = compare(found, plain, TOLERANCES["fp64"])
+    assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
 
 
 class TwiceNorm(RmsNorm):
@@ -243,6 +303,14 @@ def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
             if isinstance(module, Gated) and module.fp8_producer:
                 found.add((f"{number}.{name}.w_gate_up", "gradient", "gated"))
                 found.add((f"{number}.{name}.w_down", "input", "gated"))
+            if isinstance(module, Experts) and module.writes_fp8:
+                found.add((f"{number}.{name}.w_down", "input", "gated"))
+                if module.entry.bias is None:
+                    found.add((f"{number}.{name}.w_gate_up", "gradient", "gated"))
+            if isinstance(module, Experts) and module.moves_fp8:
+                found.add((f"{number}.{name}.{module.into_name}", "input", GATHERED))
+                if module.w_down.bias is None:
+                    found.add((f"{number}.{name}.w_down", "gradient", GATHERED))
             if isinstance(module, Attention) and module.fp8_producer:
                 found.add((f"{number}.{name}.wqkv", "gradient", "rope"))
         for module in layer.modules():
@@ -260,6 +328,12 @@ def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
         replace(_CASE, options="whole"),
         replace(_CASE, router="softmax", shared="plain", n_layers=4, every=2),
         replace(_CASE, router="softmax", experts="bias"),
+        replace(_CASE, router="softmax", experts="clamped"),
+        replace(_CASE, router="softmax", experts="plain"),
+        replace(_CASE, router="softmax", experts="inputs"),
+        replace(
+            _CASE, router="softmax", also=(("parallelism.recompute", {"kind": "selective", "parts": ["activation"]}),)
+        ),
         replace(_CASE, also=(("model.layer", {"kind": "parallel"}),)),
         replace(_CASE, also=(("model.layer", {"kind": "sequential", "norms": "post"}),)),
         replace(_CASE, also=(("precision.recipe", "tensorwise"),)),
@@ -268,11 +342,14 @@ def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
     ids=str,
 )
 def test_the_plan_knows_who_writes(case: Case) -> None:
-    spec = spec_of(replace(case, also=(*case.also, *((f"kernels.{operation}", "triton") for operation in OPERATIONS))))
+    kernels = [(f"kernels.{operation}", "triton") for operation in OPERATIONS]
+    spec = spec_of(replace(case, also=(*case.also, *kernels, ("kernels.fp8_cast", "triton"))))
     planned = set()
     for number, layer in enumerate(facts_of(spec).layers):
-        writing = writing_operations(spec)
         for linear in layer.linears:
+            writing = writing_operations(spec)
+            if linear.tokens == "routed":
+                writing = operations_writing_for_experts(spec)
             if not linear.takes_fp8:
                 continue
             if linear.input_by in writing:

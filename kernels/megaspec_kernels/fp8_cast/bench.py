@@ -71,7 +71,7 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
         yield Work(f"cast, both layouts, {where} {what}", cast, (x_MK.itemsize + 2) * size, "bytes")
     yield from _known(name, device)
     yield from _columns(kernel, device)
-    yield from _of_groups(kernel, device)
+    yield from _of_groups(kernel, device, name)
 
 
 def _columns(kernel: Fp8CastKernel, device: torch.device) -> Iterator[Work]:
@@ -82,20 +82,97 @@ def _columns(kernel: Fp8CastKernel, device: torch.device) -> Iterator[Work]:
         yield Work(f"columns of fp8, {M} x {K}", partial(kernel.columns, x8_MK), 2 * M * K, "bytes")
 
 
-def _of_groups(kernel: Fp8CastKernel, device: torch.device) -> Iterator[Work]:
-    """The tokens of 32 experts, in the three steps that a weight gradient takes."""
-    E, rows, K = (32, 2048, 2880) if device.type == "cuda" else (4, 64, 96)
-    x_RI = torch.randn(E * rows, K, device=device).to(training_dtype(device))
-    ends_E = torch.arange(1, E + 1, device=device, dtype=torch.int32) * rows
-    scale = scale_of(kernel.group_amax(x_RI, ends_E), E4M3)
-    x8_RI = kernel.group_cast(x_RI, scale, ends_E, dtype=E4M3)
-    calls: dict[str, tuple[Callable[[], object], int]] = {
-        "largest elements": (lambda: kernel.group_amax(x_RI, ends_E), x_RI.itemsize),
-        "cast": (lambda: kernel.group_cast(x_RI, scale, ends_E, dtype=E4M3), x_RI.itemsize + 1),
-        "columns": (lambda: kernel.group_columns(x8_RI, ends_E, ends_E, columns=E * rows), 2),
-    }
-    for step, (call, per_element) in calls.items():
-        yield Work(f"{step} of groups, {E} x {rows} x {K}", call, per_element * x_RI.numel(), "bytes")
+def unbalanced_ends(groups: int, rows: int, device: torch.device) -> Tensor:
+    """Ends of groups as routers choose them, int32 [groups]: one has eight times its share, every eighth none, and the
+    others the rest in sizes that fill no unit."""
+    sizes = []
+    rest = rows - 8 * rows // groups
+    others = [group for group in range(1, groups) if group % 8 != 7]
+    for group in range(groups):
+        size = 0
+        if group == 0:
+            size = 8 * rows // groups
+        elif group in others:
+            # a third more for one half of them than for the other
+            share = rest * (8 if group % 2 else 6) // (7 * len(others))
+            # odd
+            size = share - 1 + share % 2
+        sizes.append(size)
+    # whatever that leaves
+    sizes[others[-1]] += rows - sum(sizes)
+    assert min(sizes) >= 0, f"{rows} rows are too few for {groups} groups: {sizes}"
+    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+
+
+def _tokens_of_rows(ends_E: Tensor, tokens: int) -> Tensor:
+    """int32 [rows]: within each group every row is another token's, the earlier one first."""
+    draw = torch.Generator().manual_seed(1)
+    parts = []
+    for size in torch.diff(ends_E.cpu(), prepend=torch.zeros(1, dtype=torch.int32)).tolist():
+        parts.append(torch.randperm(tokens, generator=draw)[:size].sort().values)
+    return torch.cat(parts).to(torch.int32).to(ends_E.device)
+
+
+def _of_groups(kernel: Fp8CastKernel, device: torch.device, name: str) -> Iterator[Work]:
+    """Rows of 32 unequal groups, as a layer like gpt-oss-20b's takes 8 k tokens: what experts take and the gradient of
+    the first product, by a scale that is known and by those of groups; and matrices, whose largest elements are found
+    first."""
+    E, rows, tokens, widths = (32, 32768, 8192, (2880, 5760))
+    if device.type != "cuda":
+        E, rows, tokens, widths = (32, 256, 64, (96,))
+    ends_E = unbalanced_ends(E, rows, device)
+    groups = kernel.groups(ends_E, rows)
+    start = partial(kernel.groups, ends_E, rows)
+    yield Work(
+        f"places of {E} unequal groups of {rows} rows", _alone(start, device), 12 * groups.first.numel(), "bytes"
+    )
+    index_R = _tokens_of_rows(ends_E, tokens)
+    for K in widths:
+        x_RI = torch.randn(rows, K, device=device).to(training_dtype(device))
+        where = f"{E} unequal groups of {rows} x {K}"
+        find = partial(kernel.group_amax, x_RI, ends_E)
+        amount = x_RI.itemsize * x_RI.numel()
+        yield Work(f"largest elements of {where}", _alone(find, device), amount, "bytes")
+        amount = (x_RI.itemsize + 2) * x_RI.numel()
+        of_groups = scale_of(kernel.group_amax(x_RI, ends_E), E4M3)
+        by_column = scale_of(kernel.group_amax(x_RI, ends_E, by_column=True), E4M3)
+        for what, scale in (("groups", of_groups), ("columns of groups", by_column)):
+            cast = partial(kernel.group_cast, x_RI, scale, groups, dtype=E4M3, columns=True)
+            title = f"cast of groups, both layouts, scales of {what}, {where}"
+            yield Work(title, _alone(cast, device), amount, "bytes", copy_of(amount, device))
+        known = {
+            "scale": torch.full((1, 1), 2.0**-4, device=device),
+            "seen": torch.zeros(1, device=device),
+            "saturated": torch.zeros(1, dtype=torch.int64, device=device),
+            "scale_copy": torch.empty(1, 1, device=device),
+        }
+        known |= {"groups": groups, "dtype": E4M3, "columns": True}
+        # the first one is what a run takes
+        forms: dict[str, dict[str, object]] = {"": {}}
+        if name == "triton":
+            for tile, form in TILES.items():
+                forms[f", tile {tile}"] = {"tile": form}
+        for what, form in forms.items():
+            cast = partial(kernel.group_cast, x_RI, **known, **form)
+            title = f"cast of groups by a known scale, both layouts, recorded, {where}{what}"
+            yield Work(title, _alone(cast, device), amount, "bytes", copy_of(amount, device))
+            # every token is read once at least
+            x_MI = x_RI[:tokens]
+            least = x_MI.itemsize * x_MI.numel() + 2 * x_RI.numel()
+            cast = partial(kernel.group_cast, x_MI, index_R=index_R, **known, **form)
+            title = f"the same, gathered from {tokens} tokens, {where}{what}"
+            yield Work(title, _alone(cast, device), least, "bytes", copy_of(least, device))
+    K = widths[0]
+    weight = torch.randn(E * 2 * K, K, device=device).to(training_dtype(device))
+    ends_E = torch.arange(1, E + 1, device=device, dtype=torch.int32) * (2 * K)
+    find = partial(kernel.group_amax, weight, ends_E)
+    amount = weight.itemsize * weight.numel()
+    yield Work(f"largest elements of {E} matrices, {2 * K} x {K}", find, amount, "bytes", copy_of(amount, device))
+
+
+def _alone(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Without what the host takes to start it, where it may take longer than the kernel."""
+    return on_device(call) if device.type == "cuda" else call
 
 
 def _known(name: str, device: torch.device) -> Iterator[Work]:

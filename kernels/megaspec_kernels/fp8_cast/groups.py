@@ -4,27 +4,42 @@ Note "Padding". A product that sums over the rows of a group reads them along me
 at a multiple of 16 bytes there, the least that Hopper's tensor memory accelerator reads. So groups are padded to whole
 units of rows with zeros, and a group without rows to one unit: its sum is zero then, where a grouped product over no
 rows leaves what lay in memory, or stops.
+
+Note "Units". Kernels go through padded rows: a unit is of one group whatever the sizes are, so that each program has
+the same work, and the four rows of an int32 of the columns are always of one group. Where the rows of each unit lie is
+found once for all casts of a layer of experts. Behind the last group are units of the rows that belong to none.
 """
 
-# E groups, R rows, P rows with padding
+# E groups, R rows, P rows with padding, U units of them
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-UNIT = 16
+from megaspec_kernels.fp8_cast.padding import UNIT
 
 
-def padded_ends(ends_E: Tensor) -> Tensor:
-    """The end of each group once it is padded, int32 [E]. The host reads nothing."""
-    sizes_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-    units_E = ((sizes_E + (UNIT - 1)) // UNIT).clamp(min=1)
-    return (units_E * UNIT).cumsum(0).to(torch.int32)
+class Groups(NamedTuple):
+    """Rows sorted by group, and the same once each group is padded. All tensors are int32, on the rows' device."""
 
+    ends: Tensor
+    """[E], ascending: group e has the rows from ends[e - 1] to ends[e]."""
+    padded: Tensor
+    """[E]: the end of each group with its padding, multiples of UNIT."""
+    first: Tensor
+    """[U]: the first row of each unit; past `last` where it has none."""
+    last: Tensor
+    """[U]: where the rows of its group end."""
+    group: Tensor
+    """[U]: its group; E: its rows are of none."""
+    rows: int
+    """R"""
 
-def padded_rows(rows: int, groups: int) -> int:
-    """So many are enough for the padded groups, however the rows are spread over them: known without a look at the
-    device."""
-    return -(-rows // UNIT) * UNIT + groups * UNIT
+    @property
+    def columns(self) -> int:
+        """P"""
+        return self.first.shape[0] * UNIT
 
 
 def group_of_rows(ends_E: Tensor, rows: int) -> Tensor:

@@ -8,11 +8,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megaspec_kernels.bench import Bench, Held, Work, compiled_on_gpu, on_device, random, replayed, training_dtype
+from megaspec_kernels.bench import (
+    Bench,
+    Held,
+    Work,
+    compiled_on_gpu,
+    copy_of,
+    on_device,
+    random,
+    replayed,
+    training_dtype,
+)
+from megaspec_kernels.fp8_cast.bench import unbalanced_ends
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.gate import results
 from megaspec_kernels.gated.form import GatedForm
-from megaspec_kernels.registry import REGISTRY, GatedProducer
+from megaspec_kernels.gated.triton_weighted import TILES
+from megaspec_kernels.registry import REGISTRY, GatedProducer, WeightedGatedKernel
 
 FORMS = (
     GatedForm("silu"),
@@ -60,6 +72,9 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
         producer = REGISTRY["gated"][name].producer
         if producer is not None and device.type == "cuda":
             yield from _in_fp8(producer, grad, gate_up.detach())
+    weighted = REGISTRY["gated"][name].weighted
+    if weighted is not None:
+        yield from _of_experts(weighted, device)
 
 
 def _in_fp8(producer: GatedProducer, grad: Tensor, gate_up: Tensor) -> Iterator[Work]:
@@ -76,6 +91,44 @@ def _in_fp8(producer: GatedProducer, grad: Tensor, gate_up: Tensor) -> Iterator[
     yield Work(f"silu in fp8, forward, {M} x {F}", on_device(forward), M * F * (2 * grad.itemsize + 2), "bytes")
     backward = partial(producer.backward_in_fp8, grad, gate_up, code, known=known._replace(dtype=torch.float8_e5m2))
     yield Work(f"silu in fp8, backward, {M} x {F}", on_device(backward), M * F * (3 * grad.itemsize + 4), "bytes")
+
+
+def _of_experts(kernel: WeightedGatedKernel, device: torch.device) -> Iterator[Work]:
+    """32 unequal groups of rows, as a layer like gpt-oss-20b's takes 8 k tokens; in fp8 with other tiles, too."""
+    E, R, F = (32, 32768, 2880) if device.type == "cuda" else (8, 64, 48)
+    dtype = training_dtype(device)
+    gate_up = torch.randn(R, 2 * F, device=device).to(dtype)
+    grad = torch.randn(R, F, device=device).to(dtype)
+    weights = torch.rand(R, device=device)
+    size = R * F
+    where = f"weighted, {E} unequal groups of {R} x {F}"
+    plain = {"gate_up_RF": gate_up, "weights_R": weights, "form": GatedForm("silu")}
+    forward = partial(kernel.forward, **plain)
+    yield Work(f"silu, forward, {where}", forward, 3 * size * grad.itemsize, "bytes")
+    backward = partial(kernel.gradients, grad, **plain)
+    yield Work(f"silu, backward, {where}", backward, 5 * size * grad.itemsize, "bytes")
+    if device.type != "cuda":
+        return
+    groups = REGISTRY["fp8_cast"]["triton"].groups(unbalanced_ends(E, R, device), R)
+    known = Known(
+        torch.ones(1, device=device),
+        torch.zeros(1, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+        torch.float8_e4m3fn,
+    )
+    # the first one is what a run takes
+    forms: dict[str, dict[str, object]] = {"": {}}
+    for name, tile in TILES.items():
+        forms[f", tile {name}"] = {"tile": tile}
+    for what, form in forms.items():
+        forward = partial(kernel.forward_in_fp8, groups=groups, known=known, **plain, **form)
+        amount = size * (2 * grad.itemsize + 2)
+        title = f"silu in fp8, forward, {where}{what}"
+        yield Work(title, on_device(forward), amount, "bytes", copy_of(amount, device))
+        backward = partial(kernel.gradients_in_fp8, grad, groups=groups, known=known, **plain, **form)
+        amount = size * (3 * grad.itemsize + 4)
+        title = f"silu in fp8, backward, {where}{what}"
+        yield Work(title, on_device(backward), amount, "bytes", copy_of(amount, device))
 
 
 BENCH = Bench(held, works)

@@ -2,19 +2,41 @@
 
 The compiler's kernel for the gradients, which puts those of gates and of the rest beside each other, moves 0.6 of the
 4.2 TB/s of an H200.
+
+Note "Places". Those that write fp8 go through padded rows as the cast of groups does: fp8_cast/groups.py, note "Units".
+A program has a tile of them and of features, so that a row's weight has its gradient from several: each leaves its
+part, and the parts are added in one order.
 """
 
-# R rows, F features
+# R rows, F features, P rows with padding, T tiles of features
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megaspec_kernels.fp8_cast.formats import Known
+from megaspec_kernels.fp8_cast.groups import Groups
+from megaspec_kernels.fp8_cast.padding import UNIT
+from megaspec_kernels.fp8_cast.tile import Written, format_constants
+from megaspec_kernels.fp8_cast.triton_groups import group_cast
 from megaspec_kernels.gated.form import GatedForm, decoded
 
 try:
     import triton
     import triton.language as tl
 
+    from megaspec_kernels.fp8_cast.tile import (
+        INTERPRETED,
+        columns_of_rows,
+        four_in_fp8,
+        inverse_of,
+        record,
+        recounted,
+        split,
+        top_of_four_rows,
+    )
+    from megaspec_kernels.fp8_cast.triton_groups import load_row_pairs, store_columns, store_four
     from megaspec_kernels.gated.triton import gated_tile
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
@@ -22,6 +44,26 @@ except ImportError:  # a machine without GPU: the resolver never picks this file
 # Features of a row that a program takes at a time.
 BLOCK = 1024
 WARPS = 4
+
+
+class Tile(NamedTuple):
+    """Of a kernel that writes fp8: of each column it writes as many bytes as rows."""
+
+    rows: int
+    features: int
+    warps: int
+
+
+# From which a benchmark chooses. None of these spills (Triton 3.7, sm90).
+TILES = {
+    "128x64, 4 warps": Tile(rows=128, features=64, warps=4),
+    "128x64": Tile(rows=128, features=64, warps=8),
+    "64x128": Tile(rows=64, features=128, warps=8),
+    "64x64, 4 warps": Tile(rows=64, features=64, warps=4),
+    "64x64": Tile(rows=64, features=64, warps=8),
+}
+FORWARD_TILE = TILES["128x64, 4 warps"]
+BACKWARD_TILE = TILES["64x128"]
 
 if triton is not None:
 
@@ -80,6 +122,358 @@ if triton is not None:
             tl.store(grad_gate_up_ptr + row * (2 * F) + F + f, (grad * by_up).to(dtype), mask=mask)
         tl.store(grad_weights_ptr + row, tl.sum(grad_weight, axis=0).to(grad_weights_ptr.dtype.element_ty))
 
+    @triton.jit
+    def place_of(first_ptr, last_ptr, group_ptr, q, is_place, E, quarters: tl.constexpr):
+        """Of quarters of units: their first row, where rows of its group end, and the same with none for rows that
+        belong to no group."""
+        u = q // quarters
+        row = tl.load(first_ptr + u, mask=is_place, other=0) + q % quarters * 4
+        last = tl.load(last_ptr + u, mask=is_place, other=0)
+        group = tl.load(group_ptr + u, mask=is_place, other=E)
+        return row, last, tl.where(group < E, last, 0)
+
+    @triton.jit
+    def weight_of(weights_ptr, row, is_read, weight_stride):
+        return tl.load(weights_ptr + row.to(tl.int64) * weight_stride, mask=is_read, other=0.0).to(tl.float32)[:, None]
+
+    @triton.jit
+    def outputs_of_row(
+        pairs_ptr,
+        weights_ptr,
+        row,
+        read_end,
+        c,
+        is_feature,
+        half_F,
+        weight_stride,
+        limit,
+        alpha,
+        name: tl.constexpr,
+        has_limit: tl.constexpr,
+    ):
+        """Of two neighbours each in gate and up, int32 of two bf16 -> both outputs in fp32, weighted."""
+        is_read = row < read_end
+        source = row.to(tl.int64)
+        weight = weight_of(weights_ptr, row, is_read, weight_stride)
+        gate_low, gate_high = split(load_row_pairs(pairs_ptr, source, is_read, c, is_feature, 2 * half_F))
+        up_low, up_high = split(load_row_pairs(pairs_ptr + half_F, source, is_read, c, is_feature, 2 * half_F))
+        low, _, _ = gated_tile(gate_low, up_low, limit, alpha, name, has_limit)
+        high, _, _ = gated_tile(gate_high, up_high, limit, alpha, name, has_limit)
+        return low * weight, high * weight
+
+    @triton.jit
+    def gradients_of_row(
+        grad_ptr,
+        pairs_ptr,
+        weights_ptr,
+        row,
+        read_end,
+        c,
+        is_feature,
+        half_F,
+        weight_stride,
+        limit,
+        alpha,
+        name: tl.constexpr,
+        has_limit: tl.constexpr,
+    ):
+        """-> of both gates, of both of up, and what the row's weight has of its gradient in these features."""
+        is_read = row < read_end
+        source = row.to(tl.int64)
+        weight = weight_of(weights_ptr, row, is_read, weight_stride)
+        grad_low, grad_high = split(load_row_pairs(grad_ptr, source, is_read, c, is_feature, half_F))
+        gate_low, gate_high = split(load_row_pairs(pairs_ptr, source, is_read, c, is_feature, 2 * half_F))
+        up_low, up_high = split(load_row_pairs(pairs_ptr + half_F, source, is_read, c, is_feature, 2 * half_F))
+        out_low, by_gate_low, by_up_low = gated_tile(gate_low, up_low, limit, alpha, name, has_limit)
+        out_high, by_gate_high, by_up_high = gated_tile(gate_high, up_high, limit, alpha, name, has_limit)
+        of_weight = tl.sum(grad_low * out_low + grad_high * out_high, axis=1)
+        grad_low *= weight
+        grad_high *= weight
+        return grad_low * by_gate_low, grad_high * by_gate_high, grad_low * by_up_low, grad_high * by_up_high, of_weight
+
+    @triton.jit
+    def weighted_fwd_fp8_kernel(
+        pairs_ptr,
+        weights_ptr,
+        first_ptr,
+        last_ptr,
+        group_ptr,
+        row_ptr,
+        column_ptr,
+        scale_ptr,
+        scale_copy_ptr,
+        seen_ptr,
+        saturated_ptr,
+        half_F,
+        quarter_P,
+        E,
+        rows,
+        weight_stride,
+        limit,
+        alpha,
+        name: tl.constexpr,
+        has_limit: tl.constexpr,
+        has_seen: tl.constexpr,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+        quarters: tl.constexpr,
+        b_p: tl.constexpr,
+        b_f: tl.constexpr,
+    ):
+        """gate_up as int32 [R, F], rows as int16 [R, F / 2], columns as int32 [F, P / 4]: see note "Places", and
+        fp8_cast/triton.py, note "Pairs". `rows`: four, which the compiler must not know."""
+        tile_p = tl.program_id(0)
+        tile_f = tl.program_id(1)
+        q = tile_p * (b_p // 4) + tl.arange(0, b_p // 4)
+        c = tile_f * (b_f // 2) + tl.arange(0, b_f // 2)
+        is_place = q < quarter_P
+        is_feature = c < half_F
+        row, last, read_end = place_of(first_ptr, last_ptr, group_ptr, q, is_place, E, quarters)
+        scale = tl.load(scale_ptr)
+        inverse = inverse_of(scale)
+        if (tile_p == 0) & (tile_f == 0):
+            tl.store(scale_copy_ptr, scale)
+        # all are loaded before anything is stored
+        a_0, b_0 = outputs_of_row(
+            pairs_ptr, weights_ptr, row, read_end, c, is_feature, half_F, weight_stride, limit, alpha, name, has_limit
+        )
+        a_1, b_1 = outputs_of_row(
+            pairs_ptr,
+            weights_ptr,
+            row + 1,
+            read_end,
+            c,
+            is_feature,
+            half_F,
+            weight_stride,
+            limit,
+            alpha,
+            name,
+            has_limit,
+        )
+        a_2, b_2 = outputs_of_row(
+            pairs_ptr,
+            weights_ptr,
+            row + 2,
+            read_end,
+            c,
+            is_feature,
+            half_F,
+            weight_stride,
+            limit,
+            alpha,
+            name,
+            has_limit,
+        )
+        a_3, b_3 = outputs_of_row(
+            pairs_ptr,
+            weights_ptr,
+            row + 3,
+            read_end,
+            c,
+            is_feature,
+            half_F,
+            weight_stride,
+            limit,
+            alpha,
+            name,
+            has_limit,
+        )
+        none = q[:, None] * 0 + c[None, :] * 0
+        bits = top_of_four_rows(none, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
+        q_0, q_1, q_2, q_3 = four_in_fp8(
+            a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3, inverse, largest, mantissa, least_exponent, interpreted
+        )
+        store_four(row_ptr, row, last, c, is_feature, half_F, q_0, q_1, q_2, q_3)
+        first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        store_columns(column_ptr, q, is_place, c, is_feature, quarter_P, first, second)
+        top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+        count = 0
+        if not (top * inverse <= largest):
+            # rare: computed again rather than kept
+            size = none.to(tl.float32)
+            over = none
+            for j in range(rows):
+                a, b = outputs_of_row(
+                    pairs_ptr,
+                    weights_ptr,
+                    row + j,
+                    read_end,
+                    c,
+                    is_feature,
+                    half_F,
+                    weight_stride,
+                    limit,
+                    alpha,
+                    name,
+                    has_limit,
+                )
+                size, over = recounted(size, over, a, b, inverse, largest)
+            top = tl.max(tl.max(size, axis=1), axis=0)
+            count = tl.sum(tl.sum(over, axis=1), axis=0)
+        record(seen_ptr, saturated_ptr, top, count, has_seen)
+
+    @triton.jit
+    def weighted_bwd_fp8_kernel(
+        grad_ptr,
+        pairs_ptr,
+        weights_ptr,
+        first_ptr,
+        last_ptr,
+        group_ptr,
+        row_ptr,
+        column_ptr,
+        part_ptr,
+        scale_ptr,
+        scale_copy_ptr,
+        seen_ptr,
+        saturated_ptr,
+        R,
+        half_F,
+        quarter_P,
+        E,
+        rows,
+        weight_stride,
+        limit,
+        alpha,
+        name: tl.constexpr,
+        has_limit: tl.constexpr,
+        has_seen: tl.constexpr,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+        quarters: tl.constexpr,
+        b_p: tl.constexpr,
+        b_f: tl.constexpr,
+    ):
+        """The gradient as int32 [R, F / 2], gate_up as int32 [R, F], rows as int16 [R, F], columns as int32
+        [2 F, P / 4]; parts of the weights' gradients [T, R]. See weighted_fwd_fp8_kernel."""
+        tile_p = tl.program_id(0)
+        tile_f = tl.program_id(1)
+        q = tile_p * (b_p // 4) + tl.arange(0, b_p // 4)
+        c = tile_f * (b_f // 2) + tl.arange(0, b_f // 2)
+        is_place = q < quarter_P
+        is_feature = c < half_F
+        row, last, read_end = place_of(first_ptr, last_ptr, group_ptr, q, is_place, E, quarters)
+        scale = tl.load(scale_ptr)
+        inverse = inverse_of(scale)
+        if (tile_p == 0) & (tile_f == 0):
+            tl.store(scale_copy_ptr, scale)
+        a_0, b_0, u_0, v_0, w_0 = gradients_of_row(
+            grad_ptr,
+            pairs_ptr,
+            weights_ptr,
+            row,
+            read_end,
+            c,
+            is_feature,
+            half_F,
+            weight_stride,
+            limit,
+            alpha,
+            name,
+            has_limit,
+        )
+        a_1, b_1, u_1, v_1, w_1 = gradients_of_row(
+            grad_ptr,
+            pairs_ptr,
+            weights_ptr,
+            row + 1,
+            read_end,
+            c,
+            is_feature,
+            half_F,
+            weight_stride,
+            limit,
+            alpha,
+            name,
+            has_limit,
+        )
+        a_2, b_2, u_2, v_2, w_2 = gradients_of_row(
+            grad_ptr,
+            pairs_ptr,
+            weights_ptr,
+            row + 2,
+            read_end,
+            c,
+            is_feature,
+            half_F,
+            weight_stride,
+            limit,
+            alpha,
+            name,
+            has_limit,
+        )
+        a_3, b_3, u_3, v_3, w_3 = gradients_of_row(
+            grad_ptr,
+            pairs_ptr,
+            weights_ptr,
+            row + 3,
+            read_end,
+            c,
+            is_feature,
+            half_F,
+            weight_stride,
+            limit,
+            alpha,
+            name,
+            has_limit,
+        )
+        none = q[:, None] * 0 + c[None, :] * 0
+        bits = top_of_four_rows(none, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
+        bits = top_of_four_rows(bits, u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3)
+        # zeros of rows that belong to no group
+        part_ptr += tile_f.to(tl.int64) * R
+        tl.store(part_ptr + row, w_0, mask=row < last)
+        tl.store(part_ptr + row + 1, w_1, mask=row + 1 < last)
+        tl.store(part_ptr + row + 2, w_2, mask=row + 2 < last)
+        tl.store(part_ptr + row + 3, w_3, mask=row + 3 < last)
+        F = 2 * half_F
+        q_0, q_1, q_2, q_3 = four_in_fp8(
+            a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3, inverse, largest, mantissa, least_exponent, interpreted
+        )
+        store_four(row_ptr, row, last, c, is_feature, F, q_0, q_1, q_2, q_3)
+        first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        store_columns(column_ptr, q, is_place, c, is_feature, quarter_P, first, second)
+        # behind all of the gate
+        row_ptr += half_F
+        column_ptr += F.to(tl.int64) * quarter_P
+        q_0, q_1, q_2, q_3 = four_in_fp8(
+            u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3, inverse, largest, mantissa, least_exponent, interpreted
+        )
+        store_four(row_ptr, row, last, c, is_feature, F, q_0, q_1, q_2, q_3)
+        first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        store_columns(column_ptr, q, is_place, c, is_feature, quarter_P, first, second)
+        top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+        count = 0
+        if not (top * inverse <= largest):
+            size = none.to(tl.float32)
+            over = none
+            for j in range(rows):
+                a, b, u, v, _ = gradients_of_row(
+                    grad_ptr,
+                    pairs_ptr,
+                    weights_ptr,
+                    row + j,
+                    read_end,
+                    c,
+                    is_feature,
+                    half_F,
+                    weight_stride,
+                    limit,
+                    alpha,
+                    name,
+                    has_limit,
+                )
+                size, over = recounted(size, over, a, b, inverse, largest)
+                size, over = recounted(size, over, u, v, inverse, largest)
+            top = tl.max(tl.max(size, axis=1), axis=0)
+            count = tl.sum(tl.sum(over, axis=1), axis=0)
+        record(seen_ptr, saturated_ptr, top, count, has_seen)
+
 
 def forward(gate_up_RF: Tensor, weights_R: Tensor, *, form: GatedForm) -> Tensor:
     """[R, 2 F], [R] -> weight · gated, [R, F], computed in fp32 and rounded once."""
@@ -131,3 +525,138 @@ def gradients(grad_RF: Tensor, gate_up_RF: Tensor, weights_R: Tensor, *, form: G
         num_warps=WARPS,
     )
     return grad_gate_up, grad_weights
+
+
+def forward_in_fp8(
+    gate_up_RF: Tensor, weights_R: Tensor, groups: Groups, *, form: GatedForm, known: Known, tile: Tile = FORWARD_TILE
+) -> Written:
+    """`forward`, written in fp8 alone by a scale that is known: rows of groups [R, F], and columns [F, P]; see
+    group_cast in fp8_cast/reference_groups.py."""
+    F = gate_up_RF.shape[1] // 2
+    if not _in_pairs(gate_up_RF):
+        # rounded once, as in pairs
+        return _cast(forward(gate_up_RF.to(torch.float32), weights_R, form=form), groups, known)
+    gate_up_RF = gate_up_RF.contiguous()
+    written = _empty(gate_up_RF, groups, F, known)
+    weighted_fwd_fp8_kernel[(triton.cdiv(groups.columns, tile.rows), triton.cdiv(F, tile.features))](
+        gate_up_RF.view(torch.int32),
+        weights_R,
+        *_places(groups),
+        written.rows.view(torch.int16),
+        written.columns.view(torch.int32),
+        *_recorded(written, known),
+        F // 2,
+        groups.columns // 4,
+        groups.ends.shape[0],
+        UNIT // 4,
+        weights_R.stride(0),
+        *_form(form, known),
+        quarters=UNIT // 4,
+        b_p=tile.rows,
+        b_f=tile.features,
+        num_warps=tile.warps,
+    )
+    return written
+
+
+def gradients_in_fp8(
+    grad_RF: Tensor,
+    gate_up_RF: Tensor,
+    weights_R: Tensor,
+    groups: Groups,
+    *,
+    form: GatedForm,
+    known: Known,
+    tile: Tile = BACKWARD_TILE,
+) -> tuple[Written, Tensor]:
+    """`gradients`, those of gates and the rest written in fp8 alone as by `forward_in_fp8`: [R, 2 F] and [2 F, P]. Rows
+    of no group have none."""
+    R, F = grad_RF.shape
+    if not _in_pairs(gate_up_RF, grad_RF):
+        wide = (grad_RF.to(torch.float32), gate_up_RF.to(torch.float32))
+        grad_gate_up, grad_weights = gradients(*wide, weights_R, form=form)
+        return _cast(grad_gate_up, groups, known), grad_weights
+    grad_RF = grad_RF.contiguous()
+    gate_up_RF = gate_up_RF.contiguous()
+    written = _empty(gate_up_RF, groups, 2 * F, known)
+    tiles = triton.cdiv(F, tile.features)
+    parts_TR = torch.empty(tiles, R, dtype=torch.float32, device=grad_RF.device)
+    weighted_bwd_fp8_kernel[(triton.cdiv(groups.columns, tile.rows), tiles)](
+        grad_RF.view(torch.int32),
+        gate_up_RF.view(torch.int32),
+        weights_R,
+        *_places(groups),
+        written.rows.view(torch.int16),
+        written.columns.view(torch.int32),
+        parts_TR,
+        *_recorded(written, known),
+        R,
+        F // 2,
+        groups.columns // 4,
+        groups.ends.shape[0],
+        UNIT // 4,
+        weights_R.stride(0),
+        *_form(form, known),
+        quarters=UNIT // 4,
+        b_p=tile.rows,
+        b_f=tile.features,
+        num_warps=tile.warps,
+    )
+    return written, parts_TR.sum(0).to(weights_R.dtype)
+
+
+def _in_pairs(*tensors: Tensor) -> bool:
+    """bf16 in sizes that 16 divides."""
+    in_pairs = True
+    for x in tensors:
+        in_pairs = in_pairs and x.dtype == torch.bfloat16 and x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0
+    return in_pairs
+
+
+def _empty(like: Tensor, groups: Groups, features: int, known: Known) -> Written:
+    return Written(
+        like.new_empty(groups.rows, features, dtype=known.dtype),
+        like.new_empty(features, groups.columns, dtype=known.dtype),
+        like.new_empty(1, 1, dtype=torch.float32),
+    )
+
+
+def _cast(x: Tensor, groups: Groups, known: Known) -> Written:
+    """What is there in the model's format."""
+    scale = known.scale.view(1, 1)
+    copy = torch.empty_like(scale)
+    rows, columns = group_cast(
+        x,
+        scale,
+        groups,
+        dtype=known.dtype,
+        columns=True,
+        seen=known.seen,
+        saturated=known.saturated,
+        scale_copy=copy,
+    )
+    return Written(rows, columns, copy)
+
+
+def _places(groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
+    return groups.first, groups.last, groups.group
+
+
+def _recorded(written: Written, known: Known) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # where nothing is recorded nothing is written: any address serves
+    seen = known.scale if known.seen is None else known.seen
+    return known.scale, written.scale, seen.view(torch.int32), known.saturated
+
+
+def _form(form: GatedForm, known: Known) -> tuple[object, ...]:
+    """What kernels that write fp8 take of both, behind the sizes."""
+    said = decoded(form.code)
+    return (
+        said.limit,
+        said.alpha,
+        said.activation,
+        said.has_limit,
+        known.seen is not None,
+        *format_constants(known.dtype),
+        INTERPRETED,
+    )

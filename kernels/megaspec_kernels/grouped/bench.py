@@ -3,13 +3,15 @@
 # E experts, R rows, I inputs, O outputs
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megaspec_kernels.bench import Bench, Held, Work, random, training_dtype
+from megaspec_kernels.bench import Bench, Held, Work, copy_of, random, training_dtype
 from megaspec_kernels.catalog import Use
 from megaspec_kernels.gate import Results
+from megaspec_kernels.grouped.add import add_
 from megaspec_kernels.registry import REGISTRY, GroupedKernel
 
 
@@ -62,6 +64,20 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
         _results(kernel, x_RI, weight_EIO, grad_RO, ends_E)
 
     yield Work(f"{E} x {rows} rows, {n_in} to {n_out}", call, 3 * 2 * E * rows * n_in * n_out, "flops")
+    yield from _sums(device)
+
+
+def _sums(device: torch.device) -> Iterator[Work]:
+    """The gradient of a layer of experts like gpt-oss-20b's, added to a sum in fp32, and in place of one."""
+    shape = (32 * 5760, 2880) if device.type == "cuda" else (96, 64)
+    grad = torch.randn(shape, device=device).to(torch.bfloat16)
+    total = torch.zeros(shape, device=device)
+    for what, overwrite, per_element in (("added to", False, 10), ("in place of", True, 6)):
+        call = partial(add_, total, grad, overwrite=overwrite)
+        amount = per_element * grad.numel()
+        yield Work(
+            f"a gradient {what} its sum, {shape[0]} x {shape[1]}", call, amount, "bytes", copy_of(amount, device)
+        )
 
 
 BENCH = Bench(held, works, uses=lambda name: Use(precision="bf16", widths=(2048, 1536)))

@@ -28,6 +28,18 @@ class WeightedActivation:
     """Gradient of the result [R, F], [R, I], [R] -> those of both inputs."""
     is_kernel: bool = False
     """Each is a kernel, in which the compiler has nothing to put together."""
+    writer: "Fp8Writer | None" = None
+    """Of kernels that can write both in fp8."""
+
+
+@dataclass(frozen=True)
+class Fp8Writer:
+    """The same, written in fp8 by a scale that is known: rows, columns with the padding of groups, and the scale."""
+
+    forward_in_fp8: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """([R, I], [R], groups, *, known) -> [R, F], [F, P], [1, 1]"""
+    gradients_in_fp8: Callable[..., tuple[tuple[Tensor, Tensor, Tensor], Tensor]]
+    """([R, F], [R, I], [R], groups, *, known) -> [R, I], [I, P], [1, 1], and the weights' gradient [R]"""
 
 
 def weighted_swiglu(gate_up_RF: Tensor, weights_R: Tensor) -> Tensor:
@@ -56,7 +68,10 @@ SWIGLU = WeightedActivation(weighted_swiglu, weighted_swiglu_gradients)
 
 def weighted_by(kernel: WeightedGatedKernel, form: GatedForm) -> WeightedActivation:
     """Of experts with a gate, by a kernel."""
-    return WeightedActivation(partial(kernel.forward, form=form), partial(kernel.gradients, form=form), is_kernel=True)
+    writer = Fp8Writer(partial(kernel.forward_in_fp8, form=form), partial(kernel.gradients_in_fp8, form=form))
+    return WeightedActivation(
+        partial(kernel.forward, form=form), partial(kernel.gradients, form=form), is_kernel=True, writer=writer
+    )
 
 
 def weighted(spec: MlpSpec, activate: Activate) -> WeightedActivation:

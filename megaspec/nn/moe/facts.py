@@ -20,6 +20,9 @@ from megaspec.nn.mlp.facts import FeedForwardPlace, activation_moves
 from megaspec.nn.mlp.spec import MlpSpec
 from megaspec.nn.moe.spec import MoeSpec
 
+GATHERED = "experts' rows"
+"""What writes fp8 for experts besides a gate: rows are quantised while they are gathered, on the way there and back."""
+
 
 @dataclass(frozen=True)
 class ExpertsPlace:
@@ -93,9 +96,14 @@ def _experts(spec: MoeSpec, mlp: MlpSpec, place: ExpertsPlace) -> tuple[Linear, 
     one = mlp.facts(d_model=place.d_model, d_ffn=spec.d_expert, place=where)
     assert len(one.linears) == 2, f"experts of two products are needed, {type(mlp).__name__} has {len(one.linears)}"
     into, out = (_routed(linear, spec, where.name, place.dense_name) for linear in one.linears)
+    gate = one.moved[0].operation
+    # with a bias, whose gradient is made of the output's, a product quantises that
+    has_bias = into.bias
+    into = replace(into, input_by=GATHERED, gradient_by="" if has_bias else gate)
     if spec.weights_on == "inputs":
-        into = replace(into, input_kept="weighted")
-    return into, replace(out, input_kept="experts.out")
+        into = replace(into, input_kept="weighted", input_by="")
+    by_unpermute = "" if has_bias or spec.weights_on == "inputs" else GATHERED
+    return into, replace(out, input_kept="experts.out", input_by=gate, gradient_by=by_unpermute)
 
 
 def _routed(linear: Linear, spec: MoeSpec, name: str, dense_name: str) -> Linear:
@@ -108,9 +116,6 @@ def _routed(linear: Linear, spec: MoeSpec, name: str, dense_name: str) -> Linear
         tokens="routed",
         n_experts=spec.n_experts,
         active_experts=spec.top_k,
-        # experts quantise all that they take
-        input_by="",
-        gradient_by="",
         dense_name=dense_name + linear.name.removeprefix(name),
     )
 

@@ -13,11 +13,15 @@ agree on the largest element.
 
 Gradients are e4m3, whatever precision.format says: torch's grouped products take nothing else.
 
-Kept for the backward pass are an expert's tokens as they lie, a byte a number, by the scales of their weight gradient.
-They are turned into columns, with the padding that the product asks for, when the backward pass comes to it.
+Kept for the backward pass are an expert's tokens in columns, with the padding that the product asks for, a byte a
+number, by the scales of their weight gradient.
+
+Note "One pass". With scales of whole tensors a matrix is quantised in one pass, which writes both layouts; a delayed
+one is known before, so that nothing else is read. Rows that are gathered on the way to experts, and gradients on the
+way back, are quantised while they are gathered: see fp8_producers.py.
 """
 
-# R rows: tokens sorted by expert, E experts of this rank, I inputs, O outputs, P rows with padding
+# R rows: tokens sorted by expert, E experts of this rank, I inputs, O outputs, P rows with padding, M tokens
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,10 +29,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import FORMATS, REMEMBERED, Fp8Linear, Fp8Pair, Fp8Tensor, Role, layer_of
-from megaspec.nn.linear import MainGrad, sum_of
+from megaspec.nn.fp8 import FORMATS, Fp8Input, Fp8Linear, Fp8Pair, Fp8Slots, Fp8Tensor, Role, layer_of
+from megaspec.nn.linear import Linear, MainGrad, sum_of
 from megaspec_kernels.fp8_cast.formats import Block
-from megaspec_kernels.fp8_cast.groups import padded_ends, padded_rows, scale_of_rows
+from megaspec_kernels.fp8_cast.groups import Groups, scale_of_rows
 from megaspec_kernels.grouped.add import add_
 from megaspec_kernels.registry import ScaledGroupedKernel
 
@@ -57,24 +61,88 @@ class Fp8Experts(Fp8Linear):
         """A scale is one of whole tensors, in rows and in columns alike."""
         return self.form.recipe in ("tensorwise", "delayed")
 
-    def lying(self, x_RI: Tensor, role: Role, ends_E: Tensor) -> Fp8Tensor:
-        """Rows as they lie, by the scales that they have in columns: [E or 1, I or 1]."""
-        amax_EI = self.form.cast.group_amax(x_RI, ends_E)
-        if self.shares_tensors:
-            scale = self._scale_of_tensors(amax_EI.amax(1, keepdim=True), role)
-        else:
-            scale = self.form.cast.scale_of(self._of_all(amax_EI, role, _COLUMN), self.form.dtype(role))
-        saturated = None
-        if self.memory is not None and role != "weight":
-            saturated = self.memory.saturated_in(role)
-        values = self.form.cast.group_cast(x_RI, scale, ends_E, dtype=self.form.dtype(role), saturated=saturated)
-        return Fp8Tensor(values, scale)
+    def groups(self, ends_E: Tensor, rows: int) -> Groups:
+        """Where each expert's rows lie."""
+        return self.form.cast.groups(ends_E, rows)
 
-    def rows(self, x_RI: Tensor, role: Role, ends_E: Tensor) -> Fp8Tensor:
+    def quantise_rows(
+        self,
+        x: Tensor,
+        role: Role,
+        groups: Groups,
+        *,
+        rows: bool = True,
+        columns: bool = True,
+        index_R: Tensor | None = None,
+    ) -> Fp8Pair:
+        """Rows as they lie [R, I], and in columns [I, P], in the layouts that are asked for; scales [E or 1, 1], or in
+        rows [R, 1] and in columns [E, I].
+
+        `index_R`: which row of x, [M, I], each is; see group_cast in fp8_cast/reference_groups.py.
+        """
+        if self.shares_tensors:
+            return self._of_tensors(x, role, groups, rows=rows, columns=columns, index_R=index_R)
+        if index_R is not None:
+            x = _gathered(x, index_R)
+        in_rows = None
+        in_columns = None
+        if rows:
+            in_rows = self._by_row(x, role)
+        if columns:
+            amax_EI = self.form.cast.group_amax(x, groups.ends, by_column=True)
+            scale_EI = self._own_scale(amax_EI, role, _COLUMN)
+            _, values = self.form.cast.group_cast(
+                x, scale_EI, groups, dtype=self.form.dtype(role), rows=False, columns=True
+            )
+            in_columns = Fp8Tensor(values, scale_EI)
+        return Fp8Pair(in_rows, in_columns)
+
+    def _of_tensors(
+        self, x: Tensor, role: Role, groups: Groups, *, rows: bool, columns: bool, index_R: Tensor | None
+    ) -> Fp8Pair:
+        """By scales of whole tensors: a pass for the cast, and one before it where none is known."""
+        known = self.known(role)
+        if known is None:
+            if index_R is not None:
+                x = _gathered(x, index_R)
+                index_R = None
+            scale = self._own_scale(self.form.cast.group_amax(x, groups.ends), role, _TENSOR)
+            copy = None
+        else:
+            scale = known.scale.view(1, 1)
+            # the next step overwrites it before what was deferred is computed
+            copy = torch.empty_like(scale)
+        recorded = self._recorded(role)
+        seen = None
+        saturated = None
+        if recorded is not None:
+            seen = recorded.seen
+            saturated = recorded.saturated
+        by_rows, by_columns = self.form.cast.group_cast(
+            x,
+            scale,
+            groups,
+            dtype=self.form.dtype(role),
+            rows=rows,
+            columns=columns,
+            index_R=index_R,
+            seen=seen,
+            saturated=saturated,
+            scale_copy=copy,
+        )
+        if copy is not None:
+            scale = copy
+        in_rows = Fp8Tensor(by_rows, scale) if rows else None
+        in_columns = Fp8Tensor(by_columns, scale) if columns else None
+        return Fp8Pair(in_rows, in_columns)
+
+    def scales(self, role: Role) -> int:
+        """How many there are of a matrix, where they are of whole tensors."""
+        return self.n_experts if self.known(role) is None else 1
+
+    def _by_row(self, x_RI: Tensor, role: Role) -> Fp8Tensor:
         """Rows by scales of their own, [R, 1]."""
-        assert not self.shares_tensors, "a tensor is quantised once: `lying` is in rows, too"
-        amax_R = self.form.cast.amax(x_RI, block=_ROW)
-        scale = self.form.cast.scale_of(self._of_all(amax_R, role, _ROW), self.form.dtype(role))
+        scale = self._own_scale(self.form.cast.amax(x_RI, block=_ROW), role, _ROW)
         values, _ = self.form.cast.cast(x_RI, scale, block=_ROW, dtype=self.form.dtype(role))
         return Fp8Tensor(values, scale)
 
@@ -88,63 +156,65 @@ class Fp8Experts(Fp8Linear):
     def _quantised_weight(self, weight: Tensor) -> Fp8Pair:
         E = self.n_experts
         n_out = weight.shape[0] // E
-        ends_E = torch.arange(1, E + 1, device=weight.device, dtype=torch.int32) * n_out
-        lying = self.gathered
-        if lying is None and self.shares_tensors:
-            return self._quantised_at_once(weight, ends_E)
-        if lying is None:
-            lying = self.lying(weight, "weight", ends_E)
-        in_rows = lying
-        scale_EO = lying.scale
-        if not self.shares_tensors:
-            in_rows = self.rows(weight, "weight", ends_E)
-            scale_EO = in_rows.scale.view(E, n_out)
-        # whole units of rows: nothing is padded
-        columns = self.form.cast.group_columns(lying.values, ends_E, ends_E, columns=E * n_out)
-        return Fp8Pair(Fp8Tensor(in_rows.values, scale_EO), Fp8Tensor(columns, lying.scale))
+        if self.shares_tensors and self.gathered is None:
+            return self._quantised_at_once(weight)
+        if self.gathered is not None:
+            values, scale_E = self.gathered
+            return self._of_matrices(values, self.columns(values), scale_E)
+        in_rows = self._by_row(weight, "weight")
+        ends_E = self._ends_of_weight(weight)
+        amax_EI = self.form.cast.group_amax(weight, ends_E, by_column=True)
+        scale_EI = self._own_scale(amax_EI, "weight", _COLUMN)
+        values, _ = self.form.cast.group_cast(
+            weight, scale_EI, self.groups(ends_E, weight.shape[0]), dtype=self.form.dtype("weight")
+        )
+        # nothing is padded: columns of all matrices are one behind the other
+        return Fp8Pair(
+            Fp8Tensor(in_rows.values, in_rows.scale.view(E, n_out)), Fp8Tensor(self.columns(values), scale_EI)
+        )
 
-    def _quantised_at_once(self, weight: Tensor, ends_E: Tensor) -> Fp8Pair:
+    def _quantised_at_once(self, weight: Tensor) -> Fp8Pair:
         """Matrices with a scale each: one pass writes both layouts, since all rows of an expert share its scale."""
-        amax_EI = self.form.cast.group_amax(weight, ends_E)
-        scale_E = self._scale_of_tensors(amax_EI.amax(1, keepdim=True), "weight")
+        amax_E = self.form.cast.group_amax(weight, self._ends_of_weight(weight))
+        scale_E = self._own_scale(amax_E, "weight", _TENSOR)
         n_out = weight.shape[0] // self.n_experts
         scale_R = scale_E.expand(-1, n_out).reshape(-1, 1)
         values, columns = self.form.cast.cast(
             weight, scale_R, block=_ROW, dtype=self.form.dtype("weight"), rows=True, columns=True
         )
-        return Fp8Pair(Fp8Tensor(values, scale_E), Fp8Tensor(columns, scale_E))
+        return self._of_matrices(values, columns, scale_E)
 
-    def _of_all(self, amax: Tensor, role: Role, block: Block) -> Tensor:
-        """Of whole tensors, where a block goes across the ranks that hold parts of one."""
+    def _of_matrices(self, values: Tensor, columns: Tensor, scale_E: Tensor) -> Fp8Pair:
+        """Matrices in both layouts, [E·O, I] and [I, E·O], with a scale each, [E, 1]."""
+        E = self.n_experts
+        n_out = values.shape[0] // E
+        # of each output and of each input, as grouped products take them: not made anew for each of a step's products
+        of_outputs = scale_E.expand(E, n_out).contiguous()
+        of_inputs = scale_E.expand(E, values.shape[1]).contiguous()
+        return Fp8Pair(Fp8Tensor(values, of_outputs), Fp8Tensor(columns, of_inputs))
+
+    def _ends_of_weight(self, weight: Tensor) -> Tensor:
+        """Where the rows of each expert's matrix end, int32 [E]."""
+        n_out = weight.shape[0] // self.n_experts
+        return torch.arange(1, self.n_experts + 1, device=weight.device, dtype=torch.int32) * n_out
+
+    def _own_scale(self, amax: Tensor, role: Role, block: Block) -> Tensor:
+        """Of the largest elements of blocks, over the ranks that hold parts of one."""
         if self._goes_across_ranks(role, block):
-            return self.largest(amax)
-        return amax
-
-    def _scale_of_tensors(self, amax_E: Tensor, role: Role) -> Tensor:
-        """Of each expert's, [E, 1], or delayed of all, [1, 1]."""
-        if self.memory is None or role == "weight":
-            return self.form.cast.scale_of(self._of_all(amax_E, role, _TENSOR), self.form.dtype(role))
-        place = REMEMBERED.index(role)
-        if self.shared.is_recording:
-            seen = self.memory.seen[place]
-            # what is not finite shows in the loss, and makes no scale
-            finite_E = torch.where(torch.isfinite(amax_E), amax_E, 0)
-            seen.copy_(torch.maximum(seen, finite_E.amax().to(seen.dtype)))
-        if self.shared.is_fresh:
-            return self.form.cast.scale_of(self._of_all(amax_E, role, _TENSOR), self.form.dtype(role))
-        return self.memory.scales[place].view(1, 1)
+            amax = self.largest(amax)
+        return self.form.cast.scale_of(amax, self.form.dtype(role))
 
     def forward_product(
-        self, x: Fp8Tensor, weight: Tensor, ends_E: Tensor, *, whole: bool, dtype: torch.dtype
+        self, x: Fp8Tensor, weight: Tensor, groups: Groups, *, whole: bool, dtype: torch.dtype
     ) -> Tensor:
-        """x_e W_eᵀ, [R, O]; x with scales of rows."""
+        """x_e W_eᵀ, [R, O]; x in rows."""
         in_rows = self.weight(weight).rows
         return self.grouped.product(
             x.values,
             in_rows.values.unflatten(0, (self.n_experts, -1)),
-            x.scale,
+            self._scale_of_rows(x, groups),
             in_rows.scale,
-            ends_E,
+            groups.ends,
             dtype=dtype,
             whole=whole,
             # as dense products: fewer bits in the sums of the forward pass alone
@@ -152,96 +222,143 @@ class Fp8Experts(Fp8Linear):
         )
 
     def input_gradient(
-        self, grad: Fp8Tensor, weight: Tensor, ends_E: Tensor, *, whole: bool, dtype: torch.dtype
+        self, grad: Fp8Tensor, weight: Tensor, groups: Groups, *, whole: bool, dtype: torch.dtype
     ) -> Tensor:
-        """dy_e W_e, [R, I]; dy with scales of rows."""
+        """dy_e W_e, [R, I]; dy in rows."""
         columns = self.weight(weight).columns
         # [I, E·O] -> [E, I, O], which lies along O
         turned_EIO = columns.values.unflatten(1, (self.n_experts, -1)).permute(1, 0, 2)
         return self.grouped.product(
-            grad.values, turned_EIO, grad.scale, columns.scale, ends_E, dtype=dtype, whole=whole
+            grad.values,
+            turned_EIO,
+            self._scale_of_rows(grad, groups),
+            columns.scale,
+            groups.ends,
+            dtype=dtype,
+            whole=whole,
         )
 
-    def weight_gradient(self, grad: Fp8Tensor, x: Fp8Tensor, ends_E: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """dy_eᵀ x_e, [E·O, I]; both as they lie, by the scales of columns."""
-        padded_E = padded_ends(ends_E)
-        columns = padded_rows(x.values.shape[0], self.n_experts)
-        in_columns = self.form.cast.group_columns
-        out_EOI = self.grouped.weight_product(
-            in_columns(grad.values, ends_E, padded_E, columns=columns),
-            in_columns(x.values, ends_E, padded_E, columns=columns),
-            grad.scale,
-            x.scale,
-            padded_E,
-            dtype=dtype,
-        )
+    def weight_gradient(self, grad: Fp8Tensor, x: Fp8Tensor, groups: Groups, *, dtype: torch.dtype) -> Tensor:
+        """dy_eᵀ x_e, [E·O, I]; both in columns."""
+        out_EOI = self.grouped.weight_product(grad.values, x.values, grad.scale, x.scale, groups.padded, dtype=dtype)
         return out_EOI.flatten(0, 1)
 
-    def by_rows(self, lying: Fp8Tensor, x_RI: Tensor, role: Role, ends_E: Tensor) -> Fp8Tensor:
-        """The same rows with scales of rows, as products take them that sum along a row."""
-        if not self.shares_tensors:
-            return self.rows(x_RI, role, ends_E)
-        return Fp8Tensor(lying.values, scale_of_rows(lying.scale, ends_E, x_RI.shape[0]))
+    def _scale_of_rows(self, x: Fp8Tensor, groups: Groups) -> Tensor:
+        """[R or 1, 1]"""
+        if self.shares_tensors:
+            return scale_of_rows(x.scale, groups.ends, groups.rows)
+        return x.scale
+
+
+def _gathered(x: Tensor, index_R: Tensor) -> Tensor:
+    """[M, I] -> [R, I]; zeros where the index is negative."""
+    return torch.where(index_R[:, None] >= 0, x[index_R.clamp(min=0)], 0)
 
 
 class GroupedFp8LinearOp(torch.autograd.Function):
-    """GroupedLinearOp with products in fp8. Of the rows a byte a number is kept.
+    """GroupedLinearOp with products in fp8. Of the rows a byte a number is kept. `given`: x in fp8, for which x is a
+    carrier; see nn/fp8.py, note "Producers".
 
     Not one operation for the compiler, as the dense layer's are: experts are never compiled, since their rows differ
     from step to step.
     """
 
     @staticmethod
-    def forward(ctx, x_RI, weight, ends_E, whole, layer):
-        fp8 = layer_of(layer.fp8.ticket)
-        ctx.whole = whole
-        ctx.fp8 = fp8
-        ctx.main_grad = layer.main_grad
-        if x_RI.shape[0] == 0:
-            # no token came to this rank, nor to those that hold other parts of its experts
-            ctx.save_for_backward(weight, ends_E)
-            return x_RI.new_zeros(0, weight.shape[0] // fp8.n_experts)
-        keeps = weight.requires_grad
-        lying = None
-        if keeps or fp8.shares_tensors:
-            lying = fp8.lying(x_RI, "input", ends_E)
-        in_rows = fp8.by_rows(lying, x_RI, "input", ends_E)
-        kept = (None, None)
-        if keeps:
-            # a copy of the scale: delayed, it is a view of what the next step overwrites
-            kept = (lying.values, lying.scale.clone())
-        ctx.save_for_backward(weight, ends_E, *kept)
-        return fp8.forward_product(in_rows, weight, ends_E, whole=whole, dtype=x_RI.dtype)
+    def forward(ctx, x_RI, weight, groups, whole, layer, given):
+        return _product(ctx, x_RI, weight, groups, whole, layer, given)
 
     @staticmethod
     def backward(ctx, grad_RO):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        fp8 = ctx.fp8
-        weight, ends_E, *kept = ctx.saved_tensors
-        if not kept:
-            grad_x = grad_RO.new_zeros(0, weight.shape[1]) if needs_x else None
+        if ctx.groups.rows == 0:
+            return *_gradients_of_nothing(ctx, grad_RO), None, None, None, None
+        pair = ctx.fp8.quantise_rows(grad_RO, "gradient", ctx.groups, rows=needs_x, columns=needs_weight)
+        return *_gradients(ctx, pair, dtype=grad_RO.dtype), None, None, None, None
 
-            def nothing(dtype: torch.dtype) -> Tensor:
-                return torch.zeros_like(weight, dtype=dtype)
 
-            return grad_x, _summed(ctx.main_grad, nothing, weight) if needs_weight else None, None, None, None
-        lying = None
-        if needs_weight or fp8.shares_tensors:
-            lying = fp8.lying(grad_RO, "gradient", ends_E)
-        grad_x = None
-        if needs_x:
-            in_rows = fp8.by_rows(lying, grad_RO, "gradient", ends_E)
-            grad_x = fp8.input_gradient(in_rows, weight, ends_E, whole=ctx.whole, dtype=grad_RO.dtype)
-        if not needs_weight:
-            return grad_x, None, None, None, None
-        # what is deferred is what was there: a delayed scale is a view of what the next step overwrites
-        grad = Fp8Tensor(lying.values, lying.scale.clone())
-        x = Fp8Tensor(*kept)
+class GroupedFp8SlotsLinearOp(torch.autograd.Function):
+    """GroupedFp8LinearOp whose output's gradient arrives in fp8, as that of the slots: see nn/fp8.py, note
+    "Producers"."""
 
-        def product(dtype: torch.dtype) -> Tensor:
-            return fp8.weight_gradient(grad, x, ends_E, dtype=dtype)
+    @staticmethod
+    def forward(ctx, x_RI, weight, groups, whole, layer, given):
+        # no gradient of y is made up where there is none
+        ctx.set_materialize_grads(False)
+        y_RO = _product(ctx, x_RI, weight, groups, whole, layer, given)
+        ctx.dtype = y_RO.dtype
+        return y_RO, *_slots(y_RO, groups, scales=ctx.fp8.scales("gradient"))
 
-        return grad_x, _summed(ctx.main_grad, product, weight), None, None, None
+    @staticmethod
+    def backward(ctx, grad_out, grad_RO, grad_OP, grad_scale):
+        assert grad_out is None, "the gradient arrives in the slots; y is handed to one producer alone"
+        pair = Fp8Pair(Fp8Tensor(grad_RO, grad_scale), Fp8Tensor(grad_OP, grad_scale))
+        return *_gradients(ctx, pair, dtype=ctx.dtype), None, None, None, None
+
+
+def _slots(y_RO: Tensor, groups: Groups, *, scales: int) -> Fp8Slots:
+    """What stands for an output, a number each in memory."""
+    R, O = y_RO.shape  # noqa: E741
+    one = y_RO.new_empty(1, dtype=EXPERTS_GRADIENT)
+    scale = y_RO.new_empty(1, 1, dtype=torch.promote_types(y_RO.dtype, torch.float32))
+    return Fp8Slots(one.expand(R, O), one.expand(O, groups.columns), scale.expand(scales, 1))
+
+
+def _product(
+    ctx, x_RI: Tensor, weight: Tensor, groups: Groups, whole: bool, layer: Linear, given: Fp8Input | None
+) -> Tensor:
+    """x_e W_eᵀ, [R, O], and what the backward pass needs."""
+    fp8 = layer_of(layer.fp8.ticket)
+    ctx.whole = whole
+    ctx.fp8 = fp8
+    ctx.main_grad = layer.main_grad
+    ctx.groups = groups
+    if groups.rows == 0:
+        # no token came to this rank, nor to those that hold other parts of its experts
+        ctx.save_for_backward(weight)
+        return x_RI.new_zeros(0, weight.shape[0] // fp8.n_experts)
+    keeps = weight.requires_grad
+    if given is None:
+        pair = fp8.quantise_rows(x_RI, "input", groups, columns=keeps)
+    else:
+        pair = Fp8Pair(Fp8Tensor(given.rows, given.scale), Fp8Tensor(given.columns, given.scale))
+    kept = pair.columns if keeps else ()
+    ctx.save_for_backward(weight, *kept)
+    return fp8.forward_product(pair.rows, weight, groups, whole=whole, dtype=x_RI.dtype)
+
+
+def _gradients(ctx, grad: Fp8Pair, *, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Of x, in `dtype`, and of the weight."""
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    fp8 = ctx.fp8
+    groups = ctx.groups
+    weight, *kept = ctx.saved_tensors
+    grad_x = None
+    if needs_x:
+        grad_x = fp8.input_gradient(grad.rows, weight, groups, whole=ctx.whole, dtype=dtype)
+    if not needs_weight:
+        return grad_x, None
+    x = Fp8Tensor(*kept)
+
+    def product(dtype: torch.dtype) -> Tensor:
+        return fp8.weight_gradient(grad.columns, x, groups, dtype=dtype)
+
+    return grad_x, _summed(ctx.main_grad, product, weight)
+
+
+def _gradients_of_nothing(ctx, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The same where there are no rows."""
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    (weight,) = ctx.saved_tensors
+    grad_x = None
+    if needs_x:
+        grad_x = grad_RO.new_zeros(0, weight.shape[1])
+    if not needs_weight:
+        return grad_x, None
+
+    def nothing(dtype: torch.dtype) -> Tensor:
+        return torch.zeros_like(weight, dtype=dtype)
+
+    return grad_x, _summed(ctx.main_grad, nothing, weight)
 
 
 def _summed(main_grad: MainGrad | None, product: Callable[[torch.dtype], Tensor], weight: Tensor) -> Tensor | None:

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from megaspec.nn.attention.module import SequenceContext
 from megaspec.nn.dropout import Dropout
-from megaspec.nn.fp8 import Split
-from megaspec.nn.linear import Linear, sum_of
+from megaspec.nn.fp8 import Fp8Input, Fp8Slots, Split, layer_of
+from megaspec.nn.linear import Linear, carrier_and_given, sum_of
 from megaspec.nn.mlp.module import FeedForward
 from megaspec.nn.moe.activation import WeightedActivation, WeightedActivationOp, WeightedRowsOp
-from megaspec.nn.moe.fp8 import GroupedFp8LinearOp
+from megaspec.nn.moe.fp8 import GroupedFp8LinearOp, GroupedFp8SlotsLinearOp
+from megaspec.nn.moe.fp8_producers import gated, permuted, unpermuted
 from megaspec.nn.moe.router import Router, Routing
-from megaspec.nn.moe.rows import sorted_rows
+from megaspec.nn.moe.rows import Rows, sorted_rows
 from megaspec.nn.moe.spec import Weighted
+from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.grouped.add import add_
 from megaspec_kernels.registry import GroupedKernel, UnpermuteKernel
 
@@ -122,14 +124,40 @@ class GroupedLinear(Linear):
         """What of each expert's matrix ranks divide among them."""
         self.adds_bias = True
 
-    def forward(self, x_RI: Tensor, ends_E: Tensor, *, whole: bool = True, bias_scale: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_RI: Tensor | Fp8Input,
+        ends_E: Tensor,
+        *,
+        whole: bool = True,
+        bias_scale: Tensor | None = None,
+        groups: Groups | None = None,
+    ) -> Tensor:
         """`ends_E`: int32, the end of each expert's rows. Rows behind the last are zero, unless `whole`: there are none
-        then. `bias_scale`: [R], what the bias is multiplied by; None: 1."""
-        operation = GroupedLinearOp if self.fp8 is None else GroupedFp8LinearOp
-        y_RO = operation.apply(x_RI, self.weight, ends_E, whole, self)
+        then. `bias_scale`: [R], what the bias is multiplied by; None: 1. `groups`: what `groups` makes of the ends,
+        where it has been called."""
+        if self.fp8 is None:
+            y_RO = GroupedLinearOp.apply(x_RI, self.weight, ends_E, whole, self)
+        else:
+            carrier, given = carrier_and_given(x_RI)
+            if groups is None:
+                groups = self.groups(ends_E, carrier.shape[0])
+            y_RO = GroupedFp8LinearOp.apply(carrier, self.weight, groups, whole, self, given)
         if self.bias is None:
             return y_RO
         return GroupBiasOp.apply(y_RO, self.bias, bias_scale, ends_E, self.adds_bias)
+
+    def groups(self, ends_E: Tensor, rows: int) -> Groups:
+        """Where each expert's rows lie, as products in fp8 take them."""
+        return layer_of(self.fp8.ticket).groups(ends_E, rows)
+
+    def with_slots(self, x_RI: Tensor | Fp8Input, groups: Groups, *, whole: bool) -> tuple[Tensor, Fp8Slots]:  # type: ignore[override]
+        """The product, and what stands for it so that its gradient arrives in fp8: see nn/fp8.py, note "Producers"."""
+        assert self.fp8 is not None, "the layer has products in another precision"
+        assert self.bias is None, "the bias's gradient needs the output's, in more than fp8"
+        carrier, given = carrier_and_given(x_RI)
+        y_RO, *slots = GroupedFp8SlotsLinearOp.apply(carrier, self.weight, groups, whole, self, given)
+        return y_RO, Fp8Slots(*slots)
 
     def extra_repr(self) -> str:
         return f"{self.n_experts} experts, {self.n_in} -> {self.parts[: len(self.parts) // self.n_experts]}"
@@ -167,15 +195,34 @@ class Experts(nn.Module):
             )
             setattr(self, name, grouped)
         self.compiled = False
+        self.writes_fp8 = False
+        """What lies between the products writes what w_down takes, and the gradient of the first product, in fp8."""
+        self.moves_fp8 = False
+        """Rows of tokens, and of gradients on their way back, are quantised while they are gathered."""
 
     @property
     def count(self) -> int:
         """Experts that lie here."""
         return self.w_down.n_experts
 
+    @property
+    def is_in_fp8(self) -> bool:
+        """Both products take fp8."""
+        return self.entry.fp8 is not None and self.w_down.fp8 is not None
+
+    @property
+    def shares_scales(self) -> bool:
+        """Of experts in fp8: rows and columns of what a product takes have the same scales."""
+        return layer_of(self.entry.fp8.ticket).shares_tensors
+
+    @property
+    def entry(self) -> GroupedLinear:
+        """The first product."""
+        return getattr(self, self.into_name)
+
     def into(self, x_RD: Tensor, ends_E: Tensor, *, whole: bool) -> Tensor:
         """The first product, [R, D] -> what `activate` takes."""
-        return getattr(self, self.into_name)(x_RD, ends_E, whole=whole)
+        return self.entry(x_RD, ends_E, whole=whole)
 
     def activate(self, into_RI: Tensor, weights_R: Tensor) -> Tensor:
         """-> [R, F]"""
@@ -189,8 +236,41 @@ class Experts(nn.Module):
             # one number for all rows
             weights_R = weights_R.new_ones(()).expand(weights_R.shape)
             bias_scale = None
+        if self.writes_fp8 and x_RD.shape[0]:
+            groups = self.entry.groups(ends_E, x_RD.shape[0])
+            hidden_RF = self._between(x_RD, weights_R, groups, whole=whole)
+            return self.w_down(hidden_RF, ends_E, whole=whole, bias_scale=bias_scale, groups=groups)
         hidden_RF = self.activate(self.into(x_RD, ends_E, whole=whole), weights_R)
         return self.w_down(hidden_RF, ends_E, whole=whole, bias_scale=bias_scale)
+
+    def of_tokens(self, x_MD: Tensor, weights_Mk: Tensor, rows: Rows) -> Tensor:
+        """The weighted sum over each token's experts, [M, D] -> [M, D]; `rows`: those of the experts here."""
+        weights_R = rows.pick(weights_Mk)
+        if not self.moves_fp8 or not weights_R.shape[0]:
+            return rows.unpermute(self(rows.permute(x_MD), weights_R, rows.ends, whole=rows.whole))
+        groups = self.entry.groups(rows.ends, weights_R.shape[0])
+        token_R = rows.token
+        x_RD = permuted(x_MD, rows, token_R, groups, into=self.entry)
+        hidden_RF = self._between(x_RD, weights_R, groups, whole=rows.whole)
+        if self.w_down.bias is not None:
+            return rows.unpermute(
+                self.w_down(hidden_RF, rows.ends, whole=rows.whole, bias_scale=weights_R, groups=groups)
+            )
+        y_RD, slots = self.w_down.with_slots(hidden_RF, groups, whole=rows.whole)
+        return unpermuted(y_RD, slots, rows, token_R, groups, behind=self.w_down)
+
+    def _between(self, x_RD: Tensor | Fp8Input, weights_R: Tensor, groups: Groups, *, whole: bool) -> Tensor | Fp8Input:
+        """What w_down takes, of experts in fp8."""
+        if not self.writes_fp8:
+            return self.activate(self.entry(x_RD, groups.ends, whole=whole, groups=groups), weights_R)
+        if self.entry.bias is None:
+            into_RI, slots = self.entry.with_slots(x_RD, groups, whole=whole)
+        else:
+            into_RI = self.entry(x_RD, groups.ends, whole=whole, groups=groups)
+            slots = None
+        return gated(
+            into_RI, slots, weights_R, groups, activation=self.activation, before=self.entry, behind=self.w_down
+        )
 
 
 def _into_name(form: FeedForward) -> str:
@@ -231,8 +311,7 @@ class LocalDispatch:
         rows = sorted_rows(routing.experts, routing.keep, experts.count, unpermute=experts.unpermute)
         if capacity is not None:
             rows = rows.padded(capacity)
-        y_RD = experts(rows.permute(x_MD), rows.pick(routing.weights), rows.ends, whole=rows.whole)
-        return rows.unpermute(y_RD), shared_experts()
+        return experts.of_tokens(x_MD, routing.weights, rows), shared_experts()
 
 
 class Moe(nn.Module):

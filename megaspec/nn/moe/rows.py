@@ -29,6 +29,14 @@ class Rows:
     whole: bool = True
     """Every row belongs to an expert. Otherwise the last rows hold choices that were dropped."""
 
+    @property
+    def token(self) -> Tensor:
+        """int32 [R]: the token of each row; -1: the row is empty."""
+        token_R = (self.choice // self.place.shape[1]).to(torch.int32)
+        if self.filled is None:
+            return token_R
+        return torch.where(self.filled, token_R, -1)
+
     def permute(self, x_MD: Tensor) -> Tensor:
         """[M, D] -> [R, D]: the token of each row."""
         return _Permute.apply(x_MD, self)
@@ -118,8 +126,8 @@ def _to_rows(x_MD: Tensor, rows: Rows) -> Tensor:
     return _masked(x_MD[rows.choice // k], rows.filled)
 
 
-def _to_tokens(y_RD: Tensor, rows: Rows) -> Tensor:
-    """[R, D] -> [M, D]"""
+def to_tokens(y_RD: Tensor, rows: Rows) -> Tensor:
+    """The sum of each token's rows, [R, D] -> [M, D]."""
     # a rank that no token came to has no row that `place` could point to
     if y_RD.shape[0] == 0:
         return y_RD.new_zeros(rows.place.shape[0], y_RD.shape[1])
@@ -134,14 +142,14 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_RD):
-        return _to_tokens(grad_RD, ctx.rows), None
+        return to_tokens(grad_RD, ctx.rows), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_RD, rows):
         ctx.rows = rows
-        return _to_tokens(y_RD, rows)
+        return to_tokens(y_RD, rows)
 
     @staticmethod
     def backward(ctx, grad_MD):
@@ -157,7 +165,7 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_R):
         rows = ctx.rows
-        # as in _to_tokens
+        # as in to_tokens
         if grad_R.shape[0] == 0:
             return grad_R.new_zeros(rows.place.shape), None
         return _masked(grad_R[rows.place], rows.kept), None
