@@ -169,6 +169,11 @@ class MeasuredThroughput:
             return ()
         return self.table.attention_rates
 
+    @property
+    def shortest_attention(self) -> float:
+        """Tokens of the shortest sequences that attention was measured of."""
+        return self.table.attention.forward.sizes[2][0]
+
     def attention_seconds(
         self,
         *,

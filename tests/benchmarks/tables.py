@@ -347,13 +347,13 @@ def _as_measured(line: Line) -> AbstractContextManager[None]:
     return nullcontext() if line.get("tables_in_place") else earlier_code()
 
 
-def _time(line: Line, kind: str) -> StepTime:
+def predicted_time(line: Line, kind: str) -> StepTime:
     with _as_measured(line):
         return step_time(recipe_of(line, kind), HARDWARE[kind], throughput_of(HARDWARE[kind]))
 
 
 def _predicted_ms(line: Line, kind: str) -> float:
-    return 1e3 * _time(line, kind).seconds
+    return 1e3 * predicted_time(line, kind).seconds
 
 
 def _predicted_step(line: Line, kind: str) -> float:
@@ -368,7 +368,7 @@ def _predicted_peak(line: Line, kind: str) -> float | None:
 
 
 def _predicted_bubble(line: Line, kind: str) -> float:
-    return 100 * _time(line, kind).bubble
+    return 100 * predicted_time(line, kind).bubble
 
 
 def _equal_stages(line: Line, kind: str) -> float:
