@@ -348,6 +348,8 @@ class Kept:
     """How many there are of it."""
     for_weights: bool = False
     """Nothing but the weight gradients of the products that it goes into needs it."""
+    of_vector: str = ""
+    """The module whose own vector's gradient is made of it, too; empty: none is."""
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def test_rows_that_are_left_out_are_there():
 
 @pytest.mark.parametrize(("row", "kind"), NEW)
 def test_fp8_documents_small_steps_and_experts(row, kind):
-    """Times within 5 %, memory within 1: on H200 times within 3, whose profiles the plan's rates are of; two H100 differ
+    """Times within 5 %, memory within 1. On H200 times are within 3, whose profiles gave the rates; two H100 differ
     by 1.4 themselves."""
     assert tables.predicted_time(row, kind).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.05)
     peak = fullest(tables.predicted_memory(row, kind)).allocated
