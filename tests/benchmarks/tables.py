@@ -13,7 +13,7 @@ from typing import Any
 
 from megaspec.core.document_lengths import begun_at_random
 from megaspec.estimate.hardware import HARDWARE
-from megaspec.estimate.memory import fullest, memory_of
+from megaspec.estimate.memory import StageMemory, fullest, memory_of
 from megaspec.estimate.step_time import StepTime, step_time
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
@@ -361,13 +361,18 @@ def _as_measured(line: Line) -> AbstractContextManager[None]:
     return nullcontext() if line.get("tables_in_place") else earlier_code()
 
 
-def _time(line: Line, kind: str) -> StepTime:
+def predicted_time(line: Line, kind: str) -> StepTime:
     with _as_measured(line):
         return step_time(recipe_of(line, kind), HARDWARE[kind], throughput_of(HARDWARE[kind]))
 
 
+def predicted_memory(line: Line, kind: str) -> tuple[StageMemory, ...]:
+    with _as_measured(line):
+        return memory_of(recipe_of(line, kind))
+
+
 def _predicted_ms(line: Line, kind: str) -> float:
-    return 1e3 * _time(line, kind).seconds
+    return 1e3 * predicted_time(line, kind).seconds
 
 
 def _predicted_step(line: Line, kind: str) -> float:
@@ -377,12 +382,11 @@ def _predicted_step(line: Line, kind: str) -> float:
 def _predicted_peak(line: Line, kind: str) -> float | None:
     if "max_memory_allocated" not in line:  # the first scripts kept it in GiB only, with two digits
         return None
-    with _as_measured(line):
-        return 100 * (fullest(memory_of(recipe_of(line, kind))).allocated / line["max_memory_allocated"] - 1)
+    return 100 * (fullest(predicted_memory(line, kind)).allocated / line["max_memory_allocated"] - 1)
 
 
 def _predicted_bubble(line: Line, kind: str) -> float:
-    return 100 * _time(line, kind).bubble
+    return 100 * predicted_time(line, kind).bubble
 
 
 def _equal_stages(line: Line, kind: str) -> float:
