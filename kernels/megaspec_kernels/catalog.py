@@ -5,6 +5,7 @@ registry.py holds the functions under the same names; a test keeps the two equal
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megaspec.core.problems import one_of
 
@@ -54,6 +55,9 @@ class Requirement:
     """How to install it."""
     precisions: tuple[str, ...] = ()
     """Formats of the model that it computes in; empty: all."""
+    copies_values: Literal["never", "hidden", "always"] = "never"
+    """Whether it takes queries, keys and values that lie by themselves, so that values are copied out of the product
+    that all three are made by: only in layers where keys are hidden or scores are capped, or in all."""
     narrow_states: bool = True
     """Whether it can keep an optimizer's states in fewer than 32 bits."""
     fp8_recipes: tuple[str, ...] = ()
@@ -93,6 +97,7 @@ CATALOG: dict[str, Operation] = {
                 skips_hidden=True,
                 head_size=16,
                 blocks=False,
+                copies_values="hidden",
                 precisions=HALF,
             ),
             "cudnn": Requirement(
@@ -105,6 +110,7 @@ CATALOG: dict[str, Operation] = {
                 largest_head=128,
                 head_step=16,
                 deterministic=False,
+                copies_values="hidden",
                 precisions=HALF,
                 package="nvidia-cudnn-frontend",
                 install="pip install 'megaspec[cudnn]'",
@@ -155,6 +161,7 @@ CATALOG: dict[str, Operation] = {
                 largest_head=256,
                 head_step=8,
                 blocks=False,
+                copies_values="always",
                 precisions=HALF,
                 package=TE,
                 install=INSTALL_TE,

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megaspec.core.errors import RecipeError, WriteError
 from megaspec.data.files import write_text
 from megaspec.estimate.hardware import HARDWARE, Hardware, hardware_of
 from megaspec.estimate.target import Target, detect_target
-from megaspec.estimate.throughput import MeasuredThroughput, ThroughputTable
+from megaspec.estimate.throughput import MeasuredThroughput, ThroughputTable, read_throughput
 from megaspec_launchers.environment import RankPlace, rank_from_environment
 
 _THROUGHPUT = """Measure matrix products, attention through every implementation that is installed, element-wise work
@@ -34,6 +35,18 @@ def add_parser(commands: Any) -> None:
     throughput.add_argument(
         "--out", metavar="FILE", help="where to write (default: throughput-NAME.json, the GPU's name)"
     )
+    throughput.add_argument(
+        "--only",
+        choices=("attention",),
+        help="measure every implementation of attention alone, and put it into --out, a table that is there: all else "
+        "in it stays",
+    )
+    throughput.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="with --only: begin with no further implementation once so many seconds have gone",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,18 +56,44 @@ def run(args: argparse.Namespace) -> int:
     place = rank_from_environment(os.environ)
     out = Path(args.out or f"throughput-{hardware.name.lower()}.json")
     _check_writable(out)
+    before = _table_before(args, out, hardware, place)
 
-    from megaspec.verify.measured_throughput import measure, table_text
+    from megaspec.verify.measured_throughput import measure, table_text, with_attention
 
     is_first = place is None or place.rank == 0
     with _world(place) as device:
-        table = measure(hardware, device=device, target=target, tell=_tell if is_first else _silent)
+        if before is None:
+            table = measure(hardware, device=device, target=target, tell=_tell if is_first else _silent)
+        else:
+            table = with_attention(before, device=device, target=target, tell=_tell, seconds=args.seconds)
     if is_first:
         write_text(out, table_text(table))
         for line in summary(table):
             print(line)
         print(f"written: {out}")
     return 0
+
+
+def _table_before(
+    args: argparse.Namespace, out: Path, hardware: Hardware, place: RankPlace | None
+) -> ThroughputTable | None:
+    """With --only, the table that it goes into. Raises RecipeError where there is none of this kind of GPU."""
+    if args.only is None:
+        if args.seconds is not None:
+            raise RecipeError(f"--seconds {args.seconds:g} goes with --only attention; all of it takes a few minutes")
+        return None
+    if args.seconds is not None and not 0 < args.seconds < inf:
+        raise RecipeError(f"--seconds {args.seconds:g} must be above 0; try 60")
+    if place is not None and place.world_size > 1:
+        text = f"--only {args.only} measures one GPU, there are {place.world_size} ranks; start it without torchrun"
+        raise RecipeError(text)
+    if args.out is None:
+        raise RecipeError(f"--only {args.only} needs --out FILE, the table that it goes into; leave it out for all")
+    table = read_throughput(out).table
+    if table.hardware != hardware.name:
+        text = f"--out {out} is of hardware={table.hardware}, this GPU is {hardware.name}; name a table of its own"
+        raise RecipeError(text)
+    return table
 
 
 def summary(table: ThroughputTable) -> Iterator[str]:

@@ -320,6 +320,11 @@ class Execution:
     """Block by block. Otherwise each operation keeps and moves its own tensors."""
     keeps_scores: bool = False
     """Attention is written out as plain operations."""
+    copies_values: Literal["never", "hidden", "always"] = "never"
+    """Attention takes queries, keys and values that lie by themselves, so that nothing keeps the product that they are
+    views of: not at all, in layers where it hides keys or caps scores, or in all."""
+    seq_len: int = 0
+    """Tokens of a sequence, which say whether a window hides keys."""
     recomputed: frozenset[str] = frozenset()
     """Parts that the backward pass computes again."""
     fused: frozenset[str] = frozenset()
@@ -343,6 +348,8 @@ class Kept:
     """How many there are of it."""
     for_weights: bool = False
     """Nothing but the weight gradients of the products that it goes into needs it."""
+    of_vector: str = ""
+    """The module whose own vector's gradient is made of it, too; empty: none is."""
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megaspec.core.part_facts import Degrees, Element, Execution, Kept, Routing, Tokens, Width
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.parallelism.spec import ContextSpec, RecomputeSpec
 from megaspec.precision.spec import model_format
 from megaspec.recipe import Recipe
+from megaspec_kernels.catalog import CATALOG
 from megaspec_kernels.fp8_cast.padding import padded_rows
 
 BYTES = {"fp64": 8, "fp32": 4}
@@ -154,6 +155,16 @@ def degrees_of(recipe: Recipe) -> Degrees:
     return Degrees(tp=parallelism.tp, ep=parallelism.ep, etp=parallelism.etp)
 
 
+def _copies_values(recipe: Recipe) -> Literal["never", "hidden", "always"]:
+    """See Execution. Ranks of a sequence send keys and values to each other, or heads."""
+    if recipe.parallelism.cp > 1:
+        return "never"
+    copies = CATALOG["attention"].implementations[recipe.kernels.attention].copies_values
+    if copies == "hidden" and recipe.data.document_mask:
+        return "always"
+    return copies
+
+
 def layer_run(recipe: Recipe) -> LayerRun:
     """Of a rank of a filled recipe."""
     return LayerRun(
@@ -164,6 +175,8 @@ def layer_run(recipe: Recipe) -> LayerRun:
             keeps_scores=recipe.kernels.attention == "reference",
             recomputed=recomputed_parts(recipe.parallelism.recompute),
             fused=fused_operations(recipe),
+            copies_values=_copies_values(recipe),
+            seq_len=recipe.data.seq_len,
         ),
         width=BYTES.get(model_format(recipe.precision), 2),
         gathers_tokens=recipe.parallelism.dispatch == "all_gather",

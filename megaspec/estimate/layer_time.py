@@ -15,6 +15,9 @@ from megaspec.estimate.throughput import MeasuredThroughput, ProductKind
 from megaspec.estimate.topology import Collective, Topology, topology_of
 from megaspec.estimate.trained import facts_of
 from megaspec.estimate.work import (
+    ADDING_REACHES,
+    ALL_OF_IT,
+    CAST_REACHES,
     AttentionWork,
     Product,
     RecomputablePart,
@@ -36,9 +39,14 @@ from megaspec.recipe import Recipe
 # What a collective that runs beside arithmetic costs all the same, as a share of its time: it takes SMs and memory
 # bandwidth away. Measured on 2 and 4 H200: an overlapped all-reduce of gradients adds about half of its time.
 OVERLAPPED_COST = 0.5
-# Matrix products in a step reach this much of what they reach alone, one kind after the other: the tensor cores' power
-# is limited, and their factors are no longer in the cache. Measured on an H200, 1B and 8B layers alike.
+# Matrix products in a step reach this much of what they reach alone on a GPU whose power is not limited: their factors
+# are no longer in the cache.
 SUSTAINED = 0.95
+# Attention is measured between products that it lets cool down: at nearly the full clock, where theirs is lower.
+# Seconds of attention at the clock of the measured products over measured ones, of a GPU whose power is limited. One
+# H200, in profiled steps: 0.99 of the measured seconds at 1,924 MHz, 1.19 at 1,636, 1.26 at 1,525: they are those of
+# 1,910 MHz.
+ATTENTION_HOT = 1.28
 # Seconds of an fp8 product against one whose scales are of whole tensors, the way that throughput is measured. Blocks
 # of 1x128 and 128x128: 1297 of 1508 TFLOP/s on an H200 (8192 on each side, forward). Blackwell scales mxfp8 in its
 # tensor cores. Both formats, e4m3 and e5m2, run at one rate.
@@ -69,6 +77,7 @@ _ATTENTION = KINDS.index("attention")
 _BYTES = KINDS.index("element-wise")
 _AGAIN = len(COMPUTED)
 """From the place of what is computed to that of the same computed again."""
+_ON_TENSOR_CORES = (_PRODUCTS, _ATTENTION, _PRODUCTS + _AGAIN, _ATTENTION + _AGAIN)
 _TENSOR = KINDS.index("tensor parallel")
 _KIND_OF = {"context": KINDS.index("context parallel"), "experts' tokens": KINDS.index("expert parallel")}
 # Layouts whose times are remembered; when there are more, all are forgotten.
@@ -109,6 +118,15 @@ class _CostSum:
     @property
     def cost(self) -> Cost:
         return Cost(tuple(self.forward), tuple(self.backward), tuple(self.weight))
+
+
+def at_clock(cost: Cost, seconds: float) -> Cost:
+    """A cost whose products and attention take so many times as long."""
+
+    def scaled(times: Times) -> Times:
+        return tuple(seconds * one if kind in _ON_TENSOR_CORES else one for kind, one in enumerate(times))
+
+    return Cost(scaled(cost.forward), scaled(cost.backward), scaled(cost.weight))
 
 
 def added(costs: Iterable[tuple[Cost, int]]) -> Cost:
@@ -249,8 +267,14 @@ class LayerTimes:
             if product.makes_weight_gradient:
                 sums.weight[_PRODUCTS] += self._product(product, "wgrad")
         cast = fp8_bytes(self.recipe, part.products)
-        forward[_BYTES] += self.throughput.memory_seconds(part.forward_bytes + cast.forward)
-        backward[_BYTES] += self.throughput.memory_seconds(part.backward_bytes + cast.backward)
+        reached = part.reached
+        if not self.hardware.throttles:
+            reached = ALL_OF_IT
+        forward_bytes = part.forward_bytes / reached.forward + cast.forward / CAST_REACHES
+        backward_bytes = part.backward_bytes / reached.backward + cast.backward / CAST_REACHES
+        forward[_BYTES] += self.throughput.memory_seconds(forward_bytes)
+        backward[_BYTES] += self.throughput.memory_seconds(backward_bytes)
+        sums.weight[_BYTES] += self.throughput.memory_seconds(part.summed_bytes / ADDING_REACHES)
         if part.attention is not None:
             forward[_ATTENTION] += self._attention(part, "forward")
             if part.attends_backward:
@@ -273,6 +297,9 @@ class LayerTimes:
         scales_cost = 1.0
         if precision == "fp8":
             scales_cost = FP8_COST[self.recipe.precision.recipe]
+        if self.hardware.throttles:
+            # at the table's clock; what it is in a step depends on all of it, see power.py
+            return scales_cost * alone
         return scales_cost * alone / SUSTAINED
 
     def _attention(self, part: RecomputablePart, direction: Literal["forward", "backward"]) -> float:
@@ -280,19 +307,29 @@ class LayerTimes:
         if self.recipe.kernels.attention == "reference":
             return one.share * self._plain_attention(one, direction)
 
+        length: float = one.seq_len
+        if one.document_length is not None:
+            # nothing is known of the rate of shorter ones than were measured
+            length = min(length, max(one.document_length, self.throughput.shortest_attention))
+
         def seconds(tokens: float) -> float:
-            return self.throughput.attention_seconds(
+            of_length = self.throughput.attention_seconds(
                 tokens=tokens,
-                seq_len=one.seq_len,
+                seq_len=length,
                 heads=one.heads,
                 kv_heads=one.kv_heads,
                 head_size=one.head_size,
                 direction=direction,
                 precision=precision_outside_fp8(self.recipe),
             )
+            # at the rate of that length, whole sequences would take so long
+            return of_length * one.seq_len / length
 
         # what was measured of all at once holds the noise of one long run: never more than twice the half
-        return self._pairs(one) * one.share * min(seconds(one.tokens), 2 * seconds(one.tokens / 2))
+        measured = self._pairs(one) * one.share * min(seconds(one.tokens), 2 * seconds(one.tokens / 2))
+        if self.hardware.throttles:
+            return ATTENTION_HOT * measured
+        return measured
 
     def _pairs(self, one: AttentionWork) -> float:
         """By the table's own figures of the implementation where it has them, else as work.py reckons."""

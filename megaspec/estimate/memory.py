@@ -92,7 +92,9 @@ _FIELDS = fields(StageMemory)
 
 
 def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...]:
-    """The peak of a rank of each pipeline stage, from a filled recipe."""
+    """The peak of a rank of each pipeline stage, from a filled recipe. `device`: cuda, cpu, or meta for what a GPU's
+    tensors take without what its libraries do.
+    """
     return tuple(_by_stage(recipe, device))
 
 
@@ -109,7 +111,7 @@ def fullest_within(recipe: Recipe, room: int) -> StageMemory | None:
 def _by_stage(recipe: Recipe, device: str) -> Iterator[StageMemory]:
     """See memory_of; each is weighed when it is asked for."""
     parallelism = recipe.parallelism
-    common = _CommonSizes(recipe, layer_run(recipe), facts_of(recipe), is_cuda=device == "cuda")
+    common = _CommonSizes(recipe, layer_run(recipe), facts_of(recipe), device)
     in_flight_of_stages = in_flight(recipe)
     # stages in the middle hold the same and differ in the micro batches in flight
     held_always: dict[tuple[StageContents, int], _HeldAlways] = {}
@@ -139,7 +141,17 @@ class _CommonSizes:
     recipe: Recipe
     run: LayerRun
     facts: ModelFacts
-    is_cuda: bool
+    device: str
+
+    @property
+    def is_cuda(self) -> bool:
+        """There are libraries beside torch."""
+        return self.device == "cuda"
+
+    @property
+    def adds_inside(self) -> bool:
+        """Matrix products add to sums in a wider format without a tensor of their own."""
+        return self.device != "cpu"
 
     @cached_property
     def shape(self) -> Shape:
@@ -275,7 +287,7 @@ def _held_always(common: _CommonSizes, contents: StageContents, messages: int, c
     run = common.run
     logits = 0
     if contents.has_head:
-        logits = _head(recipe, run, common.facts, is_cuda=common.is_cuda)
+        logits = _head(recipe, run, common.facts, adds_inside=common.adds_inside)
     return _HeldAlways(
         exchanges=ExchangeMemory(recipe, run, common.facts, contents, messages),
         weights=_weights(recipe, run, contents, counts.held),
@@ -457,7 +469,7 @@ def _angles(facts: ModelFacts, positions: int) -> int:
     return positions * facts.angles * _ANGLE
 
 
-def _head(recipe: Recipe, run: LayerRun, facts: ModelFacts, *, is_cuda: bool) -> int:
+def _head(recipe: Recipe, run: LayerRun, facts: ModelFacts, *, adds_inside: bool) -> int:
     """The last norm in fp32, its output gathered, and the loss with the gradients that it makes on the way.
 
     Legend: rows, tokens of a rank in the head; columns, classes of its part of the vocabulary; d, d_model; e and w,
@@ -494,7 +506,7 @@ def _head(recipe: Recipe, run: LayerRun, facts: ModelFacts, *, is_cuda: bool) ->
     # which GPUs add inside of the product
     last_piece = (rows - 1) % piece + 1
     at_end = last_piece * columns * e
-    if e < w and makes_table and not (is_in_place and is_cuda):
+    if e < w and makes_table and not (is_in_place and adds_inside):
         at_end += table * e
     return total + max(at_piece, at_end)
 

@@ -136,6 +136,7 @@ class _Work:
             )
         self.attention += pair_flops * (times_forward + 2 * part.attends_backward)
         self.moved += times_forward * (part.forward_bytes + cast.forward) + part.backward_bytes + cast.backward
+        self.moved += part.summed_bytes
 
 
 def _in_fp8(recipe: Recipe, layer: int) -> bool:

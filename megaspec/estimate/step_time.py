@@ -1,8 +1,8 @@
 """How long a training step takes, from what each rank computes and sends and from how fast the hardware was measured.
 
-Counted, but for six constants of the runtime that hold for every model: SUSTAINED, GAPS_SECONDS and OVERLAPPED_COST in
-layer_time.py, TURNING in work.py, _UPDATE_REACHES and BESIDE_PASSES below. They were set where runs of 1B and 8B layers
-were measured.
+Counted, but for constants of the runtime that hold for every model: what products and attention draw of a limited
+power (power.py), SUSTAINED, ATTENTION_HOT, GAPS_SECONDS and OVERLAPPED_COST in layer_time.py, TURNING and the shares of
+a copy's bandwidth in work.py, those of the update and BESIDE_PASSES below. Each says which runs it was set on.
 """
 
 from collections import Counter
@@ -25,6 +25,7 @@ from megaspec.estimate.layer_time import (
     Cost,
     LayerTimes,
     added,
+    at_clock,
     collective_seconds,
     exposed,
     layer_times,
@@ -32,6 +33,7 @@ from megaspec.estimate.layer_time import (
 from megaspec.estimate.memory import kept_by_layer
 from megaspec.estimate.muon_matrices import orthogonalising_seconds
 from megaspec.estimate.parameters import holds_embedding, trained_parameters
+from megaspec.estimate.power import Load, sustained
 from megaspec.estimate.schedule import bubble, shape_of
 from megaspec.estimate.step_communication import gradient_width, step_collectives
 from megaspec.estimate.throughput import MeasuredThroughput
@@ -45,8 +47,13 @@ from megaspec.parallelism.timeline import Durations
 from megaspec.recipe import Recipe
 
 _USEFUL = ("matrix products", "attention")
-# Of a copy's bandwidth, what the norm, the fused update and the copy back reach (measured on an H200: 3.3 to 3.5 of 4.3
-# TB/s).
+# Of a copy's bandwidth (4.39 TB/s), what the gradients' norm, the update and the copy of masters reach, in profiles of
+# one H200 of 1B, 8B and experts: 1.73 to 2.31 TB/s, by torch's fused AdamW 3.2 to 3.45, in one pass by Triton 4.0, and
+# 3.6 to 3.7. Of other optimizers 3.3 to 3.5 of 4.3 were measured before, with all three in one figure.
+_NORM_REACHES = 0.46
+_TORCH_REACHES = 0.75
+_ONE_PASS_REACHES = 0.9
+_COPY_REACHES = 0.83
 _UPDATE_REACHES = 0.81
 # Bytes a second that a GPU and the CPU's memory exchange in each direction, and that a rank's cores move while they
 # update weights: what the data sheets of PCIe 5 x16 and of a server with 8 GPUs leave after some loss. Not measured.
@@ -117,6 +124,13 @@ class _PipelinePasses:
         """The rank that has most to do."""
         return self.busy.index(max(self.busy))
 
+    def at_clock(self, seconds: float) -> "_PipelinePasses":
+        """With products and attention that take so many times as long."""
+        slower: dict[Cost, Cost] = {}
+        for rank in self.costs:
+            slower |= {cost: at_clock(cost, seconds) for cost in rank if cost not in slower}
+        return replace(self, costs=[[slower[cost] for cost in rank] for rank in self.costs])
+
     def of_micro_batch(self, rank: int) -> Cost:
         """A micro batch through all chunks of a rank."""
         return added((cost, 1) for cost in self.costs[rank])
@@ -136,6 +150,7 @@ class _StepEnd:
 
 
 def _pipeline_passes(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> _PipelinePasses:
+    """At the clock of the measured table."""
     times = layer_times(recipe, hardware, throughput)
     stages = stages_of(recipe.model.n_layers, recipe.parallelism)
     costs = []
@@ -144,9 +159,43 @@ def _pipeline_passes(recipe: Recipe, hardware: Hardware, throughput: MeasuredThr
     return _PipelinePasses(times, shape_of(recipe), stages, costs)
 
 
+def _passes_of_step(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> _PipelinePasses:
+    """At the clock that the GPU keeps in this step."""
+    passes = _pipeline_passes(recipe, hardware, throughput)
+    if not hardware.throttles:
+        return passes
+    update = 0.0
+    if not recipe.parallelism.offload.optimizer:
+        # else the GPU waits for the CPU
+        update = _longest_end(recipe, passes, throughput).update_seconds
+    return passes.at_clock(sustained(_load(passes, update)))
+
+
+def _load(passes: _PipelinePasses, update: float) -> Load:
+    """Of the busiest rank. `update`: seconds of the optimizer."""
+    own = _seconds_of_passes(passes)
+    products, attention, moving = (own[kind] + own[again] for kind, again in zip(COMPUTED, RECOMPUTED, strict=True))
+    return Load(products, attention, moving + update)
+
+
 def step_time(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> StepTime:
     """Of a filled recipe at its full batch."""
-    passes = _pipeline_passes(recipe, hardware, throughput)
+    passes = _passes_of_step(recipe, hardware, throughput)
+    step = _parts(recipe, passes, throughput)
+    return _rates(recipe, hardware, step, passes.times.topology.world)
+
+
+class _Parts(NamedTuple):
+    """See StepTime."""
+
+    parts: dict[str, float]
+    recomputed: dict[str, float]
+    waiting: float
+    """Share of the busiest rank's time that it waits for other stages."""
+
+
+def _parts(recipe: Recipe, passes: _PipelinePasses, throughput: MeasuredThroughput) -> _Parts:
+    """Seconds of a step by kind."""
     topology = passes.times.topology
     micro_batches = passes.shape.micro_batches
     sending = _sending_seconds(recipe, topology, throughput)
@@ -174,7 +223,7 @@ def step_time(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput
     layers = max(map(_layers_in, passes.stages))
     host = throughput.launch_seconds + throughput.layer_seconds * layers * micro_batches
     parts["host"] = max(0.0, host - sum(parts.values()))
-    return _rates(recipe, hardware, parts, recomputed, topology.world, waiting)
+    return _Parts(parts, recomputed, waiting)
 
 
 def _seconds_of_passes(passes: _PipelinePasses) -> dict[str, float]:
@@ -201,6 +250,9 @@ def _seconds_beside_messages(shape: Shape, sending: float) -> float:
 def least_seconds(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> float:
     """What a step takes at least: the passes of the busiest pipeline rank."""
     passes = _pipeline_passes(recipe, hardware, throughput)
+    if hardware.throttles:
+        # an update takes longer than what products gain beside it
+        passes = passes.at_clock(sustained(_load(passes, 0.0)))
     return passes.busy[passes.busiest] * passes.shape.micro_batches
 
 
@@ -210,7 +262,7 @@ def exposed_collectives(
     """Every collective with the seconds that a step waits for it, as its parts count them: those of micro batches on
     the busiest pipeline rank, and those of the step's end on the rank where that takes longest. What stages send is a
     part of the pipeline's bubble: as much as the bubble is longer than if it took no time."""
-    passes = _pipeline_passes(recipe, hardware, throughput)
+    passes = _passes_of_step(recipe, hardware, throughput)
     micro_batches = passes.shape.micro_batches
     found = []
     for chunk in passes.stages[passes.busiest]:
@@ -249,16 +301,9 @@ def _merged(exposed_ones: list[ExposedCollective]) -> tuple[ExposedCollective, .
     return tuple(ExposedCollective(replace(key, times=times[key]), seconds[key]) for key in times)
 
 
-def _rates(
-    recipe: Recipe,
-    hardware: Hardware,
-    parts: dict[str, float],
-    recomputed: dict[str, float],
-    world: int,
-    waiting: float,
-) -> StepTime:
+def _rates(recipe: Recipe, hardware: Hardware, step: _Parts, world: int) -> StepTime:
     """Throughput, and MFU = FLOPs of a step / (seconds · peak of all GPUs)."""
-    seconds = sum(parts.values())
+    seconds = sum(step.parts.values())
     batch = recipe.train.global_batch
     seq_len = recipe.data.seq_len
     peak = hardware.peak[recipe.precision.kind] * world
@@ -273,7 +318,9 @@ def _rates(
         )
         mfu[convention] = batch * flops / (seconds * peak)
     tokens_per_second = batch * seq_len / seconds
-    return StepTime(seconds, parts, recomputed, tokens_per_second, tokens_per_second / world, mfu, waiting)
+    return StepTime(
+        seconds, step.parts, step.recomputed, tokens_per_second, tokens_per_second / world, mfu, step.waiting
+    )
 
 
 def _sending_seconds(recipe: Recipe, topology: Topology, throughput: MeasuredThroughput) -> float:
@@ -410,14 +457,28 @@ def _offload_seconds(recipe: Recipe, passes: _PipelinePasses) -> float:
 
 @dataclass(frozen=True)
 class _Update:
-    """What a rank's update moves."""
+    """What a rank's update moves: bytes of a parameter."""
 
     parameters: float
     """That this rank updates."""
-    on_gpu: float
-    """Bytes of a parameter that the GPU reads and writes."""
-    whole: float
-    """Bytes of a parameter's gradient, states and weight: what the update moves wherever it is made."""
+    norm: float
+    """Of its gradient, which the norm reads."""
+    updated: float
+    """Of its gradient, states and master weight."""
+    copied: float
+    """Of the copy of a master weight in the model's format."""
+    away: float
+    """Share of the parameters that the CPU updates."""
+
+    @property
+    def on_gpu(self) -> float:
+        """That the GPU reads and writes."""
+        return self.norm + (1 - self.away) * (self.updated + self.copied)
+
+    @property
+    def whole(self) -> float:
+        """Wherever the update is made."""
+        return self.norm + self.updated + self.copied
 
 
 def _update(recipe: Recipe, count: WeightCount) -> _Update:
@@ -427,22 +488,23 @@ def _update(recipe: Recipe, count: WeightCount) -> _Update:
     if parallelism.dp_strategy != "replicate":
         shards = sharing_ranks(parallelism)
         parameters = count.dense / shards.dense + count.expert / shards.expert
-    # bytes of one parameter: its gradient, what the update reads and writes, and the copy of a master weight
     wide = gradient_width(recipe)
     narrow = layer_run(recipe).width
-    updated = _updated_bytes(recipe, wide)
     copied = 0
     if narrow < 4:
         copied = _copied_bytes(recipe, narrow)
-    # the norm reads every gradient
-    here = wide + (1 - parallelism.offload.optimizer) * (updated + copied)
-    return _Update(parameters, here, wide + updated + copied)
+    return _Update(parameters, wide, _updated_bytes(recipe, wide), copied, parallelism.offload.optimizer)
+
+
+def _is_by_torch(recipe: Recipe) -> bool:
+    """Whether torch's fused AdamW makes the update."""
+    return isinstance(recipe.optim, AdamWSpec) and recipe.kernels.adamw == "torch"
 
 
 def _copied_bytes(recipe: Recipe, narrow: int) -> int:
     """Bytes that a weight of `narrow` bytes beside its master weight adds to the update."""
     optim = recipe.optim
-    if not isinstance(optim, AdamWSpec) or recipe.kernels.adamw == "torch":
+    if not isinstance(optim, AdamWSpec) or _is_by_torch(recipe):
         # a pass of its own reads master weights
         return 4 + narrow
     if optim.formats.master == "fp16":
@@ -461,15 +523,25 @@ def _update_seconds(recipe: Recipe, count: WeightCount, throughput: MeasuredThro
     """Bytes of each parameter's states over the bandwidth of memory. A share that lies on the CPU is updated beside the
     transfer of its gradients and weights, and beside the GPU's share."""
     update = _update(recipe, count)
-    on_gpu = throughput.memory_seconds(update.on_gpu * update.parameters / _UPDATE_REACHES)
-    away = recipe.parallelism.offload.optimizer
-    if not away:
+    on_gpu = throughput.memory_seconds(update.parameters * _as_copied(recipe, update))
+    if not update.away:
         return on_gpu
     # gradients come, cores update, weights go back: at once, so that the slowest counts
     wide = gradient_width(recipe)
     narrow = layer_run(recipe).width
     on_cpu = max(update.whole / _HOST_UPDATES, wide / _HOST_LINK, narrow / _HOST_LINK)
-    return max(on_gpu, away * update.parameters * on_cpu)
+    return max(on_gpu, update.away * update.parameters * on_cpu)
+
+
+def _as_copied(recipe: Recipe, update: _Update) -> float:
+    """Bytes that a copy moves in the time of a parameter's update on the GPU."""
+    here = 1 - update.away
+    norm = update.norm / _NORM_REACHES
+    if not isinstance(recipe.optim, AdamWSpec):
+        return norm + here * (update.updated + update.copied) / _UPDATE_REACHES
+    if _is_by_torch(recipe):
+        return norm + here * (update.updated / _TORCH_REACHES + update.copied / _COPY_REACHES)
+    return norm + here * (update.updated + update.copied) / _ONE_PASS_REACHES
 
 
 def _updated_bytes(recipe: Recipe, wide: int) -> int:
@@ -479,7 +551,11 @@ def _updated_bytes(recipe: Recipe, wide: int) -> int:
         # master weight and both moments are read and written
         formats = optim.formats
         moments = _STATE_BYTES[formats.exp_avg] + _STATE_BYTES[formats.exp_avg_sq]
-        return wide + 2 * _STATE_BYTES[formats.master] + 2 * moments
+        states = 2 * _STATE_BYTES[formats.master] + 2 * moments
+        if _is_by_torch(recipe):
+            # it divides gradients by the scale that clips them, and writes them back
+            return 2 * wide + states
+        return wide + states
     if isinstance(optim, MuonSpec):
         return _MUON_UPDATE_PASSES * wide
     return _EAGER_UPDATE_PASSES * wide

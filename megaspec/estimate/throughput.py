@@ -81,7 +81,9 @@ class ThroughputTable(Frozen):
     attention: AttentionCurves
     """bf16."""
     attention_rates: tuple[AttentionRate, ...] = ()
-    """Of every implementation that ran where the table was measured; earlier tables have none."""
+    """Of every implementation that ran where they were measured; earlier tables have none."""
+    attention_source: str = ""
+    """On what these were measured, where they were measured alone; empty: with the rest."""
     memory: Curve
     """Element-wise work, by bytes read and written."""
     update_share: Annotated[float, Field(gt=0, le=1)]
@@ -168,6 +170,11 @@ class MeasuredThroughput:
         if self.table.hardware != self.hardware.name:
             return ()
         return self.table.attention_rates
+
+    @property
+    def shortest_attention(self) -> float:
+        """Tokens of the shortest sequences that attention was measured of."""
+        return self.table.attention.forward.sizes[2][0]
 
     def attention_seconds(
         self,

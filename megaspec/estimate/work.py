@@ -48,6 +48,8 @@ GROUP_CAST = {"delayed": 4.0, "tensorwise": 6.0, "rowwise": 10.0}
 # Of experts' matrices, once a step: tensorwise and delayed have scales of their own numbers; rowwise each layout has,
 # and columns are turned round in a pass more.
 GROUP_WEIGHT_CAST = {"delayed": 6.0, "tensorwise": 6.0, "rowwise": 12.0}
+# Of a weight, whose scale is always that of its numbers: they are read before, for the largest.
+LARGEST = 2.0
 # The same operation by operation: the largest element, the cast with what of it is not finite, and with delayed scales
 # what saturates and is remembered. With scales of lines, and of blocks, each layout is cast by itself.
 PLAIN_FP8_CAST = {
@@ -73,6 +75,25 @@ class PassBytes(NamedTuple):
 
 
 NO_BYTES = PassBytes(0.0, 0.0)
+
+
+class Reached(NamedTuple):
+    """Shares of a copy's bandwidth in each pass."""
+
+    forward: float
+    backward: float
+
+
+# What kernels of a step reach of a copy's bandwidth where power is limited, by profiles of one H200: a gate's, a norm's
+# and the loss's own kernels 0.68 to 0.78 (8B and experts in fp8), those that the compiler makes of norms and rotations
+# 0.70 to 0.91 (1B), but of a gate 0.95 to 1.0 forward and 0.45 to 0.47 backward (1B and 8B).
+ALL_OF_IT = Reached(1.0, 1.0)
+BY_KERNEL = Reached(0.72, 0.72)
+BY_COMPILER = Reached(0.8, 0.8)
+GATE_BY_COMPILER = Reached(0.95, 0.46)
+# The same of casts to fp8 (3.65 TB/s in a profile of 8B) and of what is added to sums in fp32 (4.0, experts).
+CAST_REACHES = 0.85
+ADDING_REACHES = 0.9
 
 
 @dataclass(frozen=True)
@@ -104,6 +125,9 @@ class AttentionWork:
     share: float = 1.0
     pairs: float = 1.0
     """What a fused kernel computes takes so many times as long as causal attention."""
+    document_length: float | None = None
+    """Sequences of this length have as many pairs for each token as packed documents, which kernels are as slow at;
+    None: rows are one document, or nobody knows."""
     window: int | None = None
     """A query sees so many keys; None: all of the past, or what no window says."""
     is_plain: bool = True
@@ -120,6 +144,9 @@ class RecomputablePart:
     attends_backward: bool = True
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
+    summed_bytes: float = 0.0
+    """Of gradients of weights that their products do not add to the sum themselves: in the mean over micro batches."""
+    reached: Reached = BY_KERNEL
 
 
 @dataclass(frozen=True)
@@ -155,6 +182,7 @@ def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[Rec
                 gradient_is_written=linear.gradient_by in writing,
             )
             part.products.append(written)
+            part.summed_bytes += _summed_bytes(recipe, written)
     between = [_between_products(recipe, run, layer, moved) for moved in layer.moved]
     if not layer.runs_backward:
         for part in between:
@@ -201,10 +229,15 @@ def precision_outside_fp8(recipe: Recipe) -> str:
 
 def _between_products(recipe: Recipe, run: LayerRun, layer: LayerFacts, moved: Moved) -> RecomputablePart:
     """What one kernel or a few behind each other read and write; attention with what is around it."""
+    reached = BY_COMPILER
+    if moved.part == "activation":
+        reached = GATE_BY_COMPILER
     if moved.of_kernel is not None and moved.operation in run.execution.fused:
         moved = moved.of_kernel
+    if moved.is_fused:
+        reached = BY_KERNEL
     alone = _moved_bytes(moved, run, layer)
-    part = RecomputablePart(moved.part, forward_bytes=alone.forward, backward_bytes=alone.backward)
+    part = RecomputablePart(moved.part, forward_bytes=alone.forward, backward_bytes=alone.backward, reached=reached)
     if moved.part == "norm":
         turned = _turned_bytes(run, layer)
         part.forward_bytes += turned
@@ -234,6 +267,17 @@ def _product(linear: Linear, run: LayerRun, layer: LayerFacts, precision: str) -
         makes_input_gradient=linear.makes_input_gradient,
         makes_weight_gradient=not linear.is_frozen,
     )
+
+
+def _summed_bytes(recipe: Recipe, product: Product) -> float:
+    """Of adding up a weight's gradient over micro batches. The product of a dense matrix does it, a grouped one leaves
+    its result in the model's format."""
+    if not product.groups or not product.makes_weight_gradient:
+        return 0.0
+    run = layer_run(recipe)
+    weights = product.groups * product.n * product.k
+    # the first micro batch writes the sum, others read it, too
+    return weights * (run.width + run.wide * (2 - 1 / shape_of(recipe).micro_batches))
 
 
 def _moved_bytes(moved: Moved, run: LayerRun, layer: LayerFacts) -> PassBytes:
@@ -268,6 +312,10 @@ def _attention_work(recipe: Recipe, run: LayerRun, attention: AttentionProducts)
     hides_otherwise = recipe.data.document_mask or attention.caps_scores or attention.sight.chunk is not None
     if not attention.makes_latents:
         kv_heads = max(1, kv_heads // heads_split)
+    document_length = None
+    lengths = document_lengths(recipe)
+    if lengths and heads_split == cp:
+        document_length = twice_the_pairs_in_a_row(lengths, run.tokens.seq_len) / run.tokens.seq_len
     return AttentionWork(
         tokens=run.tokens.all * cp,
         seq_len=run.tokens.seq_len,
@@ -276,6 +324,7 @@ def _attention_work(recipe: Recipe, run: LayerRun, attention: AttentionProducts)
         head_size=(attention.d_key + attention.d_value) // 2,
         share=heads_split / cp,
         pairs=_computed_pairs(recipe, attention, whole_sequences=heads_split == cp),
+        document_length=document_length,
         window=window,
         is_plain=heads_split == cp and not hides_otherwise,
     )
@@ -307,7 +356,7 @@ def _computed_pairs(recipe: Recipe, attention: AttentionProducts, *, whole_seque
     if not whole_sequences:
         return _pairs_in_blocks(recipe, attention)
     if recipe.kernels.attention in OWN_LENGTHS:
-        # at cuDNN's rate for causal attention, which nobody measured of them
+        # at the rate of cuDNN's causal attention
         return seen_pairs(recipe, attention) / seq_len**2
     if recipe.kernels.attention == "flex" and (hides_keys or attention.caps_scores or recipe.data.document_mask):
         return FLEX_COST * seen_pairs(recipe, attention) / seq_len**2
@@ -416,11 +465,21 @@ def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
             weights = product.groups * product.n * product.k
             of_weight = GROUP_WEIGHT_CAST.get(recipe.precision.recipe, FP8_CAST)
             forward += of_weight * weights / shape_of(recipe).micro_batches
+        elif not product.groups:
+            forward += _weight_cast_bytes(recipe, product, cast)
         if is_dequantised(recipe, product):
             turned = _dequantised_bytes(product)
             forward += turned.forward
             backward += turned.backward
     return PassBytes(forward, backward)
+
+
+def _weight_cast_bytes(recipe: Recipe, product: Product, cast: float) -> float:
+    """Of turning a dense matrix into fp8, once a step: in the mean over micro batches."""
+    of_number = cast
+    if cast == FP8_CAST and recipe.precision.recipe in ("tensorwise", "delayed"):
+        of_number += LARGEST
+    return of_number * product.n * product.k / shape_of(recipe).micro_batches
 
 
 def is_dequantised(recipe: Recipe, product: Product) -> bool:

@@ -123,7 +123,7 @@ def measure(
     grouped = measure_grouped(watch, device)
     tell("attention and element-wise work")
     heads = measure_attention(watch, device)
-    rates = tuple(measure_attention_rates(watch, device, target))
+    rates = tuple(measure_attention_rates(watch, device, target, tell=tell))
     moved = measure_memory(watch, device)
     tell("collectives")
     world = 1
@@ -136,7 +136,7 @@ def measure(
     launch, layer = measure_host(device, target.model_copy(update={"world_size": None, "gpus": 1}))
     return ThroughputTable(
         hardware=hardware.name,
-        source=f"{world} x {torch.cuda.get_device_name(device)}, torch {torch.__version__}",
+        source=source_of(device, world),
         products=products,
         grouped=grouped,
         groups=GROUPS,
@@ -148,6 +148,25 @@ def measure(
         launch_seconds=_rounded(launch),
         layer_seconds=_rounded(layer),
     )
+
+
+def with_attention(
+    table: ThroughputTable,
+    *,
+    device: torch.device,
+    target: Target,
+    tell: Callable[[str], None],
+    seconds: float | None = None,
+) -> ThroughputTable:
+    """The table with what every implementation of attention takes here; all else stays. `seconds`: see
+    measure_attention_rates."""
+    rates = tuple(measure_attention_rates(Stopwatch(device), device, target, tell=tell, seconds=seconds))
+    return table.model_copy(update={"attention_rates": rates, "attention_source": source_of(device, 1)})
+
+
+def source_of(device: torch.device, world: int) -> str:
+    """On what is measured."""
+    return f"{world} x {torch.cuda.get_device_name(device)}, torch {torch.__version__}"
 
 
 def table_text(table: ThroughputTable) -> str:
@@ -244,28 +263,68 @@ def measure_attention(watch: Stopwatch, device: torch.device) -> AttentionCurves
     return AttentionCurves(forward=_curve(sizes, forward), backward=_curve(sizes, backward))
 
 
-def measure_attention_rates(watch: Stopwatch, device: torch.device, target: Target) -> Iterator[AttentionRate]:
-    """Forward and backward pass through every implementation that runs here, but for the reference."""
-    for head_size in HEAD_SIZES:
-        use = Use(head_size=head_size, precision="bf16")
-        inputs = [_heads(1, RATE_TOKENS, heads, head_size, device) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-        grad = torch.randn_like(inputs[0])
-        for name in runs_on("attention", device="cuda", sm=target.sm, use=use, packages=target.versions):
-            if name == "reference":
+def measure_attention_rates(
+    watch: Stopwatch,
+    device: torch.device,
+    target: Target,
+    *,
+    tell: Callable[[str], None],
+    seconds: float | None = None,
+) -> Iterator[AttentionRate]:
+    """Forward and backward pass through every implementation that runs here, but for the reference. One that fails
+    somewhere has no figure there, which `tell` hears. `seconds`: once so many have gone, no further implementation
+    begins; None: all do."""
+    started = perf_counter()
+    for name in _implementations(target):
+        if seconds is not None and perf_counter() - started > seconds:
+            tell(f"no attention through {name}: {seconds:g} s are over")
+            continue
+        tell(f"attention through {name}")
+        for head_size in HEAD_SIZES:
+            use = Use(head_size=head_size, precision="bf16")
+            if name not in runs_on("attention", device="cuda", sm=target.sm, use=use, packages=target.versions):
                 continue
             # flex compiles for each use, and torch compiles a function eight times at most
             torch.compiler.reset()
-            for kind, points in SEEN.items():
-                for seen in points:
-                    work = partial(_attend, REGISTRY["attention"][name], inputs, grad, _options(kind, seen, device))
-                    yield AttentionRate(
-                        implementation=name,
-                        kind=kind,
-                        head_size=head_size,
-                        tokens=RATE_TOKENS,
-                        seen=seen,
-                        seconds=_rounded(watch.seconds(work)),
-                    )
+            yield from _rates_of(name, head_size, watch, device, tell)
+
+
+def _implementations(target: Target) -> list[str]:
+    """Those that run here for heads of some size; flex, which compiles for each use, last."""
+    names: dict[str, None] = {}
+    for head_size in HEAD_SIZES:
+        use = Use(head_size=head_size, precision="bf16")
+        names |= dict.fromkeys(runs_on("attention", device="cuda", sm=target.sm, use=use, packages=target.versions))
+    names.pop("reference", None)
+    return sorted(names, key=lambda name: name == "flex")
+
+
+def _rates_of(
+    name: str, head_size: int, watch: Stopwatch, device: torch.device, tell: Callable[[str], None]
+) -> Iterator[AttentionRate]:
+    """Of one implementation, at all that queries see."""
+    inputs = [_heads(1, RATE_TOKENS, heads, head_size, device) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    grad = torch.randn_like(inputs[0])
+    for kind, points in SEEN.items():
+        for seen in points:
+            work = partial(_attend, REGISTRY["attention"][name], inputs, grad, _options(kind, seen, device))
+            try:
+                taken = watch.seconds(work)
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                if device.type == "cuda":
+                    # what has broken the GPU is no lack of the implementation: it comes up again here
+                    torch.cuda.synchronize(device)
+                tell(f"no figure of {name}, heads of {head_size}, {kind} of {seen}: {reason}")
+                continue
+            yield AttentionRate(
+                implementation=name,
+                kind=kind,
+                head_size=head_size,
+                tokens=RATE_TOKENS,
+                seen=seen,
+                seconds=_rounded(taken),
+            )
 
 
 def _options(kind: AttentionKind, seen: int, device: torch.device) -> dict[str, Any]:

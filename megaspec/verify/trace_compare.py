@@ -73,7 +73,7 @@ def _parameters(spec: Spec, trace: Trace) -> Iterator[Row]:
 
 
 def _memory(spec: Spec, trace: Trace) -> Iterator[Row]:
-    planned = memory_of(spec, device="cpu")[trace.stage]
+    planned = memory_of(spec, device="meta")[trace.stage]
     # the plan is of the ranks that have most, where ranks share out rows that they don't divide
     is_bound = trace.held < shared_out(spec, trained_parameters(spec, trace.stage), from_strategy=1)
     for kind in KINDS:

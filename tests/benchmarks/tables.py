@@ -13,7 +13,7 @@ from typing import Any
 
 from megaspec.core.document_lengths import begun_at_random
 from megaspec.estimate.hardware import HARDWARE
-from megaspec.estimate.memory import fullest, memory_of
+from megaspec.estimate.memory import StageMemory, fullest, memory_of
 from megaspec.estimate.step_time import StepTime, step_time
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
@@ -235,6 +235,16 @@ def _loss_of(which: Callable[[list[Line]], int]) -> Callable[[Group], list[float
     return values
 
 
+def _least_decibels(step: int) -> Callable[[Group], list[float | None]]:
+    """Signal to noise of the layer that has least, in a step."""
+
+    def read(line: Line) -> float | None:
+        layers = line.get("decibels", {}).get(str(step))
+        return min(layers.values()) if layers else None
+
+    return _each(read)
+
+
 def _last_validation(group: Group) -> list[float | None]:
     return [line["loss"] for line in group.lines if line.get("event") == "eval"][-1:]
 
@@ -252,6 +262,10 @@ def _extra_of_ranks(group: Group) -> list[float | None]:
 # Of a column: the values that the lines of a layout have for it.
 COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "tok/s a GPU": _field("tokens_per_s_gpu"),
+    "loss of the last 20 steps": _field("last_loss"),
+    "dB at step 1": _least_decibels(1),
+    "at step 100": _least_decibels(100),
+    "at step 500": _least_decibels(500),
     "step, ms": _median_ms,
     "peak, GiB": _each(_peak),
     "exposed, ms": _each(_exposed),
@@ -347,13 +361,18 @@ def _as_measured(line: Line) -> AbstractContextManager[None]:
     return nullcontext() if line.get("tables_in_place") else earlier_code()
 
 
-def _time(line: Line, kind: str) -> StepTime:
+def predicted_time(line: Line, kind: str) -> StepTime:
     with _as_measured(line):
         return step_time(recipe_of(line, kind), HARDWARE[kind], throughput_of(HARDWARE[kind]))
 
 
+def predicted_memory(line: Line, kind: str) -> tuple[StageMemory, ...]:
+    with _as_measured(line):
+        return memory_of(recipe_of(line, kind))
+
+
 def _predicted_ms(line: Line, kind: str) -> float:
-    return 1e3 * _time(line, kind).seconds
+    return 1e3 * predicted_time(line, kind).seconds
 
 
 def _predicted_step(line: Line, kind: str) -> float:
@@ -363,12 +382,11 @@ def _predicted_step(line: Line, kind: str) -> float:
 def _predicted_peak(line: Line, kind: str) -> float | None:
     if "max_memory_allocated" not in line:  # the first scripts kept it in GiB only, with two digits
         return None
-    with _as_measured(line):
-        return 100 * (fullest(memory_of(recipe_of(line, kind))).allocated / line["max_memory_allocated"] - 1)
+    return 100 * (fullest(predicted_memory(line, kind)).allocated / line["max_memory_allocated"] - 1)
 
 
 def _predicted_bubble(line: Line, kind: str) -> float:
-    return 100 * _time(line, kind).bubble
+    return 100 * predicted_time(line, kind).bubble
 
 
 def _equal_stages(line: Line, kind: str) -> float:

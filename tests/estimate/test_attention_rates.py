@@ -48,6 +48,13 @@ def test_the_least_time_over_shared_points_wins() -> None:
     assert fastest(RATES, among=EVERY, kind="causal", head_size=128) == "flash_attn"
 
 
+def test_what_differs_by_noise_is_taken_in_the_order_of_the_catalog() -> None:
+    rates = (rate("sdpa", "causal", 8192, 1.019e-3), rate("flex", "causal", 8192, 1e-3))
+    assert fastest(rates, among=EVERY, kind="causal", head_size=128) == "sdpa"
+    slower = (rate("sdpa", "causal", 8192, 1.021e-3), rates[1])
+    assert fastest(slower, among=EVERY, kind="causal", head_size=128) == "flex"
+
+
 def test_what_can_not_be_compared_is_not() -> None:
     """One of them alone, none, and others in other points."""
     assert fastest(RATES, among=EVERY, kind="causal", head_size=64) is None

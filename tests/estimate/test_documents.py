@@ -17,6 +17,7 @@ from megaspec.data.random import RandomSource
 from megaspec.data.spec import IndexedSpec
 from megaspec.data.synthetic import SyntheticSource
 from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.layer_time import ATTENTION_HOT
 from megaspec.estimate.step_kinds import rank_work
 from megaspec.estimate.step_time import step_time
 from megaspec.estimate.target import Target
@@ -33,6 +34,7 @@ from megaspec_kernels.registry import REGISTRY
 from tests.data.helpers import write_dataset
 
 H200 = HARDWARE["H200"]
+VERSIONS = {"torch": "2.13.0", "flash-attn": "2.8.3"}
 ROW = 512
 # Rows are of one pass over 4,000 documents that are shuffled and cut anew; their pairs are counted whole, and the mean
 # of some 600 rows spreads by 1 %.
@@ -65,7 +67,7 @@ def spec_of(*words: str, gpus: int = 1, micro_batch: int = 1) -> Spec:
             "data.document_mask=true",
         ],
     )
-    target = Target(gpus=gpus, gpu="NVIDIA H200", sm=90, gpu_memory=H200.memory, cores=64, versions={"torch": "2.13.0"})
+    target = Target(gpus=gpus, gpu="NVIDIA H200", sm=90, gpu_memory=H200.memory, cores=64, versions=VERSIONS)
     return resolve(composed.recipe, target, gather_facts(composed.recipe), composed.origins)
 
 
@@ -244,3 +246,26 @@ def test_what_a_spec_says_of_lengths_comes_back(packed):
     content = json.loads(spec_of(*blend(packed)).model_dump_json())
     del content["data"]["document_lengths"]
     assert Spec.model_validate_json(json.dumps(content)).data.document_lengths is None
+
+
+@pytest.mark.usefixtures("at_the_tables_clock")
+@pytest.mark.parametrize(("mean", "length"), [(256, 512), (1024, 2048)])
+def test_kernels_reach_less_of_short_documents(mean, length):
+    """In long rows each token of documents that end anywhere sees as much as in sequences of twice their mean length,
+    and is as slow as in those."""
+    row = 16384
+    words = (f"data.seq_len={row}", f"model.max_seq_len={row}", "data=random", "data.vocab_size=9")
+    spec = spec_of(*words, f"data.document_length={mean}", "kernels.attention=flash_attn_2")
+    throughput = throughput_of(H200)
+    causal = 0.0
+    for direction in ("forward", "backward"):
+        causal += throughput.attention_seconds(
+            tokens=row, seq_len=length, heads=32, kv_heads=8, head_size=128, direction=direction
+        )
+    found = step_time(spec, H200, throughput).parts["attention"]
+    of_a_row = found / (spec.model.n_layers * spec.train.global_batch)
+    assert of_a_row == pytest.approx(ATTENTION_HOT * causal, rel=0.05)
+    # at the rate of whole rows it would take much less
+    whole = spec_of(*words, "kernels.attention=flash_attn_2")
+    pairs = length / row
+    assert found > 1.2 * pairs * step_time(whole, H200, throughput).parts["attention"]

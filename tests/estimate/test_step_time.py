@@ -35,6 +35,7 @@ def predicted(row):
 
 
 @pytest.mark.parametrize("file", ["memory_one_h200.jsonl", "layouts_four_h200.jsonl"])
+@pytest.mark.usefixtures("before")
 def test_steps_that_were_measured(file):
     """The gate is 10 %; the worst of them is 4 % off."""
     found = [row for row in rows(file) if row["model"] in MODELS]
@@ -43,6 +44,7 @@ def test_steps_that_were_measured(file):
         assert predicted(row) == pytest.approx(row["step_ms"], rel=0.05), row["model"]
 
 
+@pytest.mark.usefixtures("before")
 def test_layouts_come_out_in_the_measured_order():
     found = rows("layouts_four_h200.jsonl")
     assert len(found) == 9
@@ -85,6 +87,7 @@ def test_a_pipeline_waits_as_its_schedule_says():
     assert plain.parts["pipeline bubble"] > chunks.parts["pipeline bubble"]
 
 
+@pytest.mark.usefixtures("at_the_tables_clock")
 def test_recompute_costs_what_it_computes_again():
     def parts(*overrides):
         return step_time(shaped("llama3_8b_half", *overrides), H200, THROUGHPUT).parts
@@ -136,6 +139,7 @@ def test_kernels_that_write_fp8_save_the_casts(tp):
     assert plain - moved(norm="triton") == kernel + casts
 
 
+@pytest.mark.usefixtures("at_the_tables_clock")
 def test_attention_that_is_written_out_takes_longer():
     """Scores of 16 layers x 32 heads x 8192 x 8192: 8 bytes of each both ways, and six products of 128 each."""
     sdpa, plain = (
@@ -150,6 +154,7 @@ def test_attention_that_is_written_out_takes_longer():
     assert [plain.parts[kind] for kind in same] == [sdpa.parts[kind] for kind in same]
 
 
+@pytest.mark.usefixtures("at_the_tables_clock")
 def test_scales_of_blocks_cost_what_was_measured():
     """1508 and 1297 TFLOP/s with whole and blockwise scales; products of a layer of 8B by hand, both formats alike. The
     first and the last of 16 layers stay in bf16."""
@@ -163,7 +168,7 @@ def test_scales_of_blocks_cost_what_was_measured():
         for kind in ("forward", "dgrad", "wgrad")
     )
     more = products("precision.recipe=blockwise") - products()
-    assert more == pytest.approx(14 * layer / 0.95 * (1508 / 1297 - 1))
+    assert more == pytest.approx(14 * layer * (1508 / 1297 - 1))
     assert products("precision.format=e4m3") == products()
 
 
@@ -176,18 +181,24 @@ def fp8_parts(*words):
     return step_time(shaped("llama3_8b_half", *words, precision="fp8"), H200, THROUGHPUT).parts
 
 
+@pytest.mark.usefixtures("at_the_tables_clock")
 @pytest.mark.parametrize(("recipe", "bytes_of_element"), [("tensorwise", 79), ("delayed", 111), ("rowwise", 157)])
 def test_a_cast_operation_by_operation_costs_what_its_operations_move(recipe, bytes_of_element):
-    """In place of 4 bytes for each number of an input and of a gradient."""
+    """In place of 4 bytes for each number of an input and of a gradient, and of a weight, whose largest is found in 2
+    more where scales are of whole tensors. Casts reach 0.85 of a copy."""
     words = (f"precision.recipe={recipe}", *(f"kernels.{name}=reference" for name in ("norm", "gated", "rope")))
     fast = fp8_parts(*words)
     plain = fp8_parts(*words, "kernels.fp8_cast=reference")
     numbers = 8192 * sum(n + k for n, k in SIZES)
-    more = THROUGHPUT.memory_seconds(14 * numbers * (bytes_of_element - 4))
+    weights = sum(n * k for n, k in SIZES)
+    of_weight = 4 if recipe == "rowwise" else 6
+    moved = numbers * (bytes_of_element - 4) + weights * (bytes_of_element - of_weight)
+    more = THROUGHPUT.memory_seconds(14 * moved / 0.85)
     assert plain["element-wise"] - fast["element-wise"] == pytest.approx(more, rel=5e-3)
     assert plain["matrix products"] == fast["matrix products"]
 
 
+@pytest.mark.usefixtures("at_the_tables_clock")
 def test_fp8_that_is_dequantised_is_multiplied_in_fp32():
     fast = fp8_parts()
     plain = fp8_parts("kernels.scaled_product=reference")
@@ -199,10 +210,44 @@ def test_fp8_that_is_dequantised_is_multiplied_in_fp32():
             products -= THROUGHPUT.matmul_seconds(8192, n, k, precision="fp8", kind=kind)
         # two factors of each are read as a byte, written, scaled; what comes out is rounded, or added to a sum in fp32
         moved += 13 * 2 * (8192 * k + n * k + 8192 * n) + 6 * (8192 * n + 8192 * k) + 12 * n * k
-    assert plain["matrix products"] - fast["matrix products"] == pytest.approx(14 * products / 0.95)
+    assert plain["matrix products"] - fast["matrix products"] == pytest.approx(14 * products)
     assert plain["element-wise"] - fast["element-wise"] == pytest.approx(
-        THROUGHPUT.memory_seconds(14 * moved), rel=5e-3
+        THROUGHPUT.memory_seconds(14 * moved / 0.85), rel=5e-3
     )
+
+
+@pytest.mark.usefixtures("at_the_tables_clock")
+@pytest.mark.parametrize(
+    ("kernel", "forward", "backward"),
+    # what reads and writes 3 and 5 numbers of 14,336: as one kernel, and as the compiler makes it
+    [("triton", 0.72, 0.72), ("reference", 0.95, 0.46)],
+)
+def test_gates_reach_what_was_profiled(kernel, forward, backward):
+    recipe = shaped("llama3_8b_half", f"kernels.gated={kernel}")
+    (gate,) = [
+        part for part in layer_parts(recipe, recipe.model.facts.layers[1], in_fp8=False) if part.name == "activation"
+    ]
+    numbers = 8192 * 14336 * 2
+    assert (gate.forward_bytes, gate.backward_bytes) == (3 * numbers, 5 * numbers)
+    assert gate.reached == (forward, backward)
+    none = step_time(shaped("llama3_8b_half", "model.d_ffn=128", f"kernels.gated={kernel}"), H200, THROUGHPUT)
+    moved = 16 * (3 * numbers / forward + 5 * numbers / backward)
+    whole = step_time(recipe, H200, THROUGHPUT)
+    more = whole.parts["element-wise"] - none.parts["element-wise"]
+    assert more == pytest.approx(THROUGHPUT.memory_seconds(moved), rel=0.02)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_experts_gradients_are_added_up_by_a_kernel_of_its_own(micro_batches):
+    """2 bytes are read and 4 written of each weight, and 4 more read behind the first micro batch: 8 experts of three
+    matrices."""
+    recipe = shaped("llama3_8b_half", EXPERTS, global_batch=micro_batches)
+    layer = recipe.model.facts.layers[1]
+    summed = sum(part.summed_bytes for part in layer_parts(recipe, layer, in_fp8=False))
+    weights = 8 * 3 * 1024 * 4096
+    assert summed * micro_batches == weights * (6 * micro_batches + 4 * (micro_batches - 1))
+    dense = shaped("llama3_8b_half", global_batch=micro_batches)
+    assert not any(part.summed_bytes for part in layer_parts(dense, dense.model.facts.layers[1], in_fp8=False))
 
 
 EXPERTS = "model.moe={n_experts: 8, top_k: 2, d_expert: 1024, d_shared: 2048}"
@@ -339,6 +384,21 @@ def test_messages_of_stages_are_no_slower_beside_passes(degrees, schedule):
         for words in ((), ("parallelism.overlap.p2p=false",))
     )
     assert step_time(on, H200, THROUGHPUT).seconds <= step_time(off, H200, THROUGHPUT).seconds
+
+
+def test_torchs_adamw_moves_more_and_slower():
+    """Of 1,235,814,400 weights: the norm reads 4 bytes; torch reads and writes master, moments and gradient, 32, and
+    copies, 6; one pass writes no gradients, and the copy beside the update, 30."""
+    parts = {}
+    for kernel in ("torch", "triton"):
+        recipe = shaped("llama3_2_1b", f"kernels.adamw={kernel}")
+        parts[kernel] = step_time(recipe, H200, THROUGHPUT).parts["optimizer"]
+    n = 1_235_814_400
+    assert parts["torch"] == pytest.approx(THROUGHPUT.memory_seconds(n * (4 / 0.46 + 32 / 0.75 + 6 / 0.83)))
+    assert parts["triton"] == pytest.approx(THROUGHPUT.memory_seconds(n * (4 / 0.46 + 30 / 0.9)))
+    # together 42 bytes at 0.72 of a copy's rate, and 34 at 0.81
+    assert parts["torch"] == pytest.approx(THROUGHPUT.memory_seconds(n * 42) / 0.72, rel=0.01)
+    assert parts["triton"] == pytest.approx(THROUGHPUT.memory_seconds(n * 34) / 0.81, rel=0.01)
 
 
 def test_offload_costs_what_does_not_fit_beside_the_passes():

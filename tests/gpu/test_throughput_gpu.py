@@ -42,7 +42,8 @@ def test_a_small_table_is_measured_and_read_back(monkeypatch, tmp_path):
             rate = 2 * 4096 * 2048 * 2048 / throughput.matmul_seconds(4096, 2048, 2048, precision=name, kind=kind)
             assert 0.25 < rate / hardware.peak[name] < 1.0, (name, kind, rate)
     assert 0.6 < 2**28 / throughput.memory_seconds(2**28) / hardware.memory_bandwidth < 1.0
-    for name in {one.implementation for one in table.attention_rates}:
+    # flex leaves rows that hide nothing to cuDNN, whose kernel may take less for all pairs than flex for an eighth
+    for name in {one.implementation for one in table.attention_rates} - {"flex"}:
         # documents of an eighth of the row are an eighth of the pairs, and of more than that
         causal, packed = (
             [one.seconds for one in table.attention_rates if (one.implementation, one.kind) == (name, kind)]

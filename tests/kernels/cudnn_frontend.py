@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from megaspec_kernels.attention import cudnn
 
 data_type = SimpleNamespace(
     BFLOAT16=torch.bfloat16, HALF=torch.float16, FLOAT=torch.float32, INT32=torch.int32, INT64=torch.int64
@@ -176,3 +179,19 @@ def sequence(addresses: dict[int, int], operand: Operand, number: int, length: i
     memory = at(addresses[operand.uid], begins[-1], operand.data_type)
     assert begins[number + 1] - begins[number] == length * of_token
     return memory.as_strided((heads, length, size), (of_head, of_token, of_element), begins[number])
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """In the place of the package. -> graphs that are made."""
+    made: list[Graph] = []
+
+    def telling(**told: Any) -> Graph:
+        made.append(pygraph(**told))
+        return made[-1]
+
+    frontend = SimpleNamespace(data_type=data_type, heur_mode=heur_mode, pygraph=telling)
+    monkeypatch.setattr(cudnn, "require", lambda module: frontend)
+    monkeypatch.setattr(cudnn, "_handle", lambda device: "handle")
+    monkeypatch.setattr(cudnn, "_takes", lambda q, **options: True)
+    monkeypatch.setattr(cudnn, "_PLANS", {})
+    return made

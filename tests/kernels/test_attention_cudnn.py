@@ -21,22 +21,7 @@ needs_frontend = pytest.mark.skipif(not HAS_FRONTEND, reason="nvidia-cudnn-front
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[cudnn_frontend.Graph]:
     """Graphs that are made, by a frontend that computes on the CPU."""
-    made = []
-
-    def pygraph(**told: object) -> cudnn_frontend.Graph:
-        made.append(cudnn_frontend.pygraph(**told))
-        return made[-1]
-
-    class Frontend:
-        data_type = cudnn_frontend.data_type
-        heur_mode = cudnn_frontend.heur_mode
-
-    Frontend.pygraph = staticmethod(pygraph)
-    monkeypatch.setattr(cudnn, "require", lambda module: Frontend)
-    monkeypatch.setattr(cudnn, "_handle", lambda device: "handle")
-    monkeypatch.setattr(cudnn, "_takes", lambda q, **options: True)
-    monkeypatch.setattr(cudnn, "_PLANS", {})
-    return made
+    return cudnn_frontend.put_in_place(monkeypatch)
 
 
 @pytest.mark.parametrize("packed", PACKED, ids=str)

@@ -43,7 +43,13 @@ def attention(
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """[B, T, N, H], [B, T, K, H], [B, T, K, H] -> [B, T, N, H]; see reference.py."""
-    if q_BTNH.is_meta or (documents is None and window is None):
+    if documents is None and window is None:
+        return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=scoring, sinks=sinks, drop=drop)
+    # its plans take what lies by itself; copied here, so that the copies are kept, and not what they are views of
+    q_BTNH = q_BTNH.contiguous()
+    k_BTKH = k_BTKH.contiguous()
+    v_BTKH = v_BTKH.contiguous()
+    if q_BTNH.is_meta:
         # without numbers: a plain causal pass has the same results and keeps the same
         return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=scoring, sinks=sinks, drop=drop)
     assert drop is None, "cudnn has no attention dropout; the resolver picks reference"

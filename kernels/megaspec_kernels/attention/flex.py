@@ -54,10 +54,11 @@ def attention(
     T, N = q_BTNH.shape[1:3]
     if documents is None and window is None and scoring.cap is None:
         return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=scoring, sinks=sinks)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BTNH, k_BTKH, v_BTKH))
     if q_BTNH.is_meta:
         # flex_attention refuses tensors without memory; a plain causal pass has the same results and keeps the same
-        return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=replace(scoring, cap=None), sinks=sinks)
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BTNH, k_BTKH, v_BTKH))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return sdpa.attention(q, k, v, scoring=replace(scoring, cap=None), sinks=sinks)
     attend = flex_attention
     if q.device.type != "cpu" and not torch.compiler.is_compiling():
         attend = _compiled(by_documents=documents is not None)

@@ -39,6 +39,10 @@ def attention(
     """
     assert drop is None, "te has no attention dropout; the resolver picks reference"
     assert scoring.cap is None, "te caps no scores; the resolver picks another"
+    # it takes what lies by itself; copied here, so that the copies are kept, and not what they are views of
+    q_BTNH = q_BTNH.contiguous()
+    k_BTKH = k_BTKH.contiguous()
+    v_BTKH = v_BTKH.contiguous()
     if q_BTNH.is_meta or q_BTNH.shape[1] == 1:
         # without numbers a plain causal pass has the same results and keeps the same; and cuDNN takes no single key
         return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=scoring, sinks=sinks)

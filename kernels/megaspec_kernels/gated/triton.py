@@ -37,6 +37,30 @@ BLOCK = 1024
 WARPS = 4
 
 if triton is not None:
+    # What Python sees as a bool, a kernel as a constant.
+    _INTERPRETED = tl.constexpr(INTERPRETED)
+
+    @triton.jit
+    def sigmoid(x):
+        """1 / (1 + e^-x), by what the GPU has an instruction for: each within 2 ulp.
+
+        Triton's own sigmoid guards both steps against numbers below fp32's normal ones, 8 instructions of 34 that the
+        forward kernel takes for an element; here they are 0, as they are for x < -88 in either.
+        """
+        # e^-x = 2^(-x log2 e)
+        power = x * -1.4426950408889634
+        if _INTERPRETED:
+            share = 1 / (1 + tl.exp2(power))
+        else:
+            share = tl.inline_asm_elementwise(
+                "{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
+                "=f,f",
+                [power],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=1,
+            )
+        return share
 
     @triton.jit
     def tanh(x):
@@ -49,11 +73,11 @@ if triton is not None:
     def activated(gate, name: tl.constexpr):
         """activation(gate), and its derivative."""
         if name == "silu":
-            share = tl.sigmoid(gate)
+            share = sigmoid(gate)
             value = gate * share
             slope = share * (1 + gate * (1 - share))
         elif name == "quick_gelu":
-            share = tl.sigmoid(1.702 * gate)
+            share = sigmoid(1.702 * gate)
             value = gate * share
             slope = share * (1 + 1.702 * gate * (1 - share))
         elif name == "gelu":
@@ -83,7 +107,7 @@ if triton is not None:
         if has_limit:
             low = tl.where(gate > limit, limit, gate)
             near = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-            share = tl.sigmoid(alpha * low)
+            share = sigmoid(alpha * low)
             value = low * share
             slope = share * (1 + alpha * low * (1 - share))
             out = (near + 1) * value

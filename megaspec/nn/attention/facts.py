@@ -131,16 +131,17 @@ def _kept(
     norm_takes_heads = spec.qk_norm == "per_head" and place.norm.wide_copies(execution) == 0
     takes_product = (clips or norm_takes_heads) and not execution.is_compiled
     gates_compiled = spec.output_gate and execution.is_compiled
-    if takes_values or takes_product or gates_compiled:
+    copies = takes_values and _copies_values(products, execution)
+    if (takes_values and not copies) or takes_product or gates_compiled:
         # queries, keys and values are views of one product, so that all of it stays
         yield Kept("qkv", (queries, keys, values, *((products.outputs,) if spec.output_gate else ())))
     if clips and normed and spec.qk_norm != "l2" and not execution.is_compiled:
         yield Kept("qk_norm.out", (queries, keys))
-    if takes_values and (place.is_rotary or normed or clips or warms):
+    if takes_values and (copies or place.is_rotary or normed or clips or warms):
         yield Kept("q", (queries,))
-    if takes_values and (place.is_rotary or normed or clips):
+    if takes_values and (copies or place.is_rotary or normed or clips):
         yield Kept("k", (keys,))
-    if takes_values and clips:
+    if takes_values and (copies or clips):
         yield Kept("v", (values,))
     if normed:
         yield from _kept_by_norms(spec, products, place, execution)
@@ -153,6 +154,14 @@ def _kept(
         yield Kept("o.gated", (products.outputs,), element="product", for_weights=True)
     if place.dropout:
         yield Kept("attention.dropout", (features(place.d_model),), "stream", "byte")
+
+
+def _copies_values(products: AttentionProducts, execution: Execution) -> bool:
+    """See Execution. What computes attention again takes views, as they were."""
+    if execution.copies_values == "never" or "core_attention" in execution.recomputed:
+        return False
+    hides = products.sight.hides_keys(execution.seq_len) or products.caps_scores
+    return execution.copies_values == "always" or hides
 
 
 def _kept_by_norms(

@@ -101,16 +101,20 @@ class LayerFacts:
             for part in sublayer.parts:
                 for kept in part.kept(execution):
                     is_needed = part.runs_backward and not kept.for_weights
-                    if is_needed or kept.what in self.trained_inputs:
+                    is_of_weight = kept.what in self.trained_inputs or kept.of_vector in self.trained_modules
+                    if is_needed or is_of_weight:
                         yield kept
+
+    @cached_property
+    def trained_modules(self) -> frozenset[str]:
+        """Modules of which a vector is trained."""
+        return frozenset(vector.module for vector in self.vectors if not vector.is_frozen)
 
     @cached_property
     def trained_inputs(self) -> frozenset[str]:
         """Of kept tensors, by name, what gradients of trained weights are made of."""
         names = {linear.input_kept for linear in self.linears if not linear.is_frozen}
-        for vector in self.vectors:
-            if not vector.is_frozen:
-                names.add(f"{vector.module}.normed")
+        names |= {f"{module}.normed" for module in self.trained_modules}
         return frozenset(names)
 
     @cached_property

@@ -37,10 +37,14 @@ def _kept(
 ) -> Iterator[Kept]:
     """Its input, its row's sums, and its output."""
     numbers = (features(width),)
-    stream = Kept(f"{name}.stream", numbers, "stream")
     wide = spec.wide_copies(execution)
     if spec.has_kernel and not acts_on_heads and "norm" in execution.fused:
         wide = 0
+    # the gradient of its weight is made of what it normed, or makes that again of its input and the row's sums
+    of_vector = ""
+    if wide == 0:
+        of_vector = name
+    stream = Kept(f"{name}.stream", numbers, "stream", of_vector=of_vector)
     # to make wide copies again takes the input as it came
     if wide == 0 or "norm" in execution.recomputed:
         yield stream
@@ -50,7 +54,8 @@ def _kept(
         # the normed input, which the weight's gradient is made of
         yield Kept(f"{name}.normed", numbers, "stream", "wide", freed_by=("norm",), times=wide - 1, for_weights=True)
     if spec.statistics:
-        yield Kept(f"{name}.statistics", (features(spec.statistics),), "stream", "statistic", freed_by=("norm",))
+        sums = (features(spec.statistics),)
+        yield Kept(f"{name}.statistics", sums, "stream", "statistic", freed_by=("norm",), of_vector=of_vector)
     if feeds_product:
         # The gather of the forward pass and that of the backward pass are one operation to the compiler, which keeps
         # its result: the whole sequence, not this rank's part of it.
