@@ -10,8 +10,6 @@ part, and the parts are added in one order.
 
 # R rows, F features, P rows with padding, T tiles of features
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from megaspec_kernels.fp8_cast.padding import UNIT
 from megaspec_kernels.fp8_cast.tile import Written, format_constants
 from megaspec_kernels.fp8_cast.triton_groups import group_cast
 from megaspec_kernels.gated.form import GatedForm, decoded
+from megaspec_kernels.gated.tiles import BACKWARD_TILE, FORWARD_TILE, Tile
 
 try:
     import triton
@@ -45,28 +44,6 @@ except ImportError:  # a machine without GPU: the resolver never picks this file
 BLOCK = 1024
 WARPS = 4
 
-
-class Tile(NamedTuple):
-    """Of a kernel that writes fp8: of each column it writes as many bytes as rows."""
-
-    rows: int
-    features: int
-    warps: int
-    registers: int | None = None
-    """Of a thread at most; None: as many as the compiler takes."""
-
-
-# From which a benchmark chooses. Of a plain gate none of these spills (Triton 3.7, sm90).
-TILES = {
-    "128x64": Tile(rows=128, features=64, warps=8),
-    "128x64, 4 warps": Tile(rows=128, features=64, warps=4),
-    "64x128": Tile(rows=64, features=128, warps=8),
-    "64x128, 104 registers": Tile(rows=64, features=128, warps=8, registers=104),
-    "64x64": Tile(rows=64, features=64, warps=8),
-}
-# Both take 64 registers, so that four programs fit on a multiprocessor; the larger tiles' gradients take up to 206.
-FORWARD_TILE = TILES["128x64"]
-BACKWARD_TILE = TILES["64x64"]
 
 if triton is not None:
 
