@@ -9,8 +9,6 @@ class Tile(NamedTuple):
     rows: int
     features: int
     warps: int
-    registers: int | None = None
-    """Of a thread at most; None: as many as the compiler takes."""
 
 
 # From which a benchmark chooses. Of a plain gate none of these spills (Triton 3.7, sm90).
@@ -18,7 +16,6 @@ TILES = {
     "128x64": Tile(rows=128, features=64, warps=8),
     "128x64, 4 warps": Tile(rows=128, features=64, warps=4),
     "64x128": Tile(rows=64, features=128, warps=8),
-    "64x128, 104 registers": Tile(rows=64, features=128, warps=8, registers=104),
     "64x64": Tile(rows=64, features=64, warps=8),
 }
 # Both take 64 registers, so that four programs fit on a multiprocessor; the larger tiles' gradients take up to 206.

@@ -541,7 +541,6 @@ def forward_in_fp8(
         b_p=tile.rows,
         b_f=tile.features,
         num_warps=tile.warps,
-        maxnreg=tile.registers,
     )
     return written
 
@@ -590,7 +589,6 @@ def gradients_in_fp8(
         b_p=tile.rows,
         b_f=tile.features,
         num_warps=tile.warps,
-        maxnreg=tile.registers,
     )
     return written, parts_TR.sum(0).to(weights_R.dtype)
 
