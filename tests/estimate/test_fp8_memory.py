@@ -98,7 +98,7 @@ def test_kept_bytes_of_layers_with_experts(recipe: str, shared: str, experts: st
     scales = 4 * (2 + 2 * moe.n_experts)
     if recipe == "rowwise":
         scales = 4 * (model.d_model + model.n_heads * model.d_head + moe.n_experts * (model.d_model + moe.d_expert))
-    # where experts' rows end, int32, is no tensor that products in fp8 save: they hold where rows lie, all casts the same
+    # where experts' rows end, int32, is no tensor that products in fp8 save: all casts of a layer hold the same
     ends = 4 * moe.n_experts
     assert found["fp8"] - found["bf16"] == counted["fp8"] - counted["bf16"] + scales - ends
     # what routing keeps besides is small, and the same in both

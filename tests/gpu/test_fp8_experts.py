@@ -51,4 +51,7 @@ def test_what_is_written_in_one_pass_is_what_products_quantise(recipe: str, monk
     written = losses(fp8(recipe), compile="none", steps=4, moe=WIDE, others=others)
     monkeypatch.setattr("megaspec.parallelism.fp8._have_experts_write", lambda *_: None)
     plain = losses(fp8(recipe), compile="none", steps=4, moe=WIDE, others=others)
-    assert written == pytest.approx(plain, rel=2e-3)
+    # no scale is known before the first step: the same numbers
+    assert written[0] == pytest.approx(plain[0], rel=1e-5)
+    # then a gate's number goes to the next one of the grid where bf16's rounding takes it over the middle of two
+    assert written[1:] == pytest.approx(plain[1:], rel=1e-2)

@@ -708,6 +708,8 @@ FP8_ROWS = Case(tp=2, precision="fp8 rowwise", accumulate=2)
 FP8_TENSORS = Case(tp=2, sequence=True, precision="fp8 tensorwise", accumulate=2)
 FP8_STEPS = Case(dp=2, precision="fp8 delayed", accumulate=2, mask="uneven")
 FP8_EXPERTS = Case(tp=2, sequence=True, router="softmax", etp=2, precision="fp8 tensorwise", accumulate=2)
+# Every rank has all experts: rows are quantised while they are gathered.
+FP8_EXPERTS_WRITTEN = Case(dp=2, strategy="fsdp", router="softmax", precision="fp8 delayed", accumulate=2)
 FP8_GATHERED = Case(
     dp=2, strategy="fsdp", precision="fp8 tensorwise", accumulate=2, also=(("precision.gather_fp8", True),)
 )
@@ -809,28 +811,55 @@ FP8 = [
         "largest elements of a part of an expert",
         Patch(
             EXPERTS_FP8,
-            "self._of_all(amax_E, role, _TENSOR), self.form.dtype(role))\n        place",
-            "amax_E, self.form.dtype(role))\n        place",
+            "self._own_scale(self.form.cast.group_amax(x, groups.ends), role, _TENSOR)",
+            "self.form.cast.scale_of(self.form.cast.group_amax(x, groups.ends), self.form.dtype(role))",
         ),
         FP8_EXPERTS,
     ),
     Bug(
         "largest elements of a part of an expert's token",
-        Patch(EXPERTS_FP8, "self._of_all(amax_R, role, _ROW)", "amax_R"),
+        Patch(
+            EXPERTS_FP8,
+            "self._own_scale(self.form.cast.amax(x_RI, block=_ROW), role, _ROW)",
+            "self.form.cast.scale_of(self.form.cast.amax(x_RI, block=_ROW), self.form.dtype(role))",
+        ),
         replace(FP8_EXPERTS, precision="fp8 rowwise"),
     ),
     Bug(
         "scales of an expert's neighbour",
-        Patch(EXPERTS_FP8, "scale_of_rows(lying.scale,", "scale_of_rows(lying.scale.roll(1, 0),"),
+        Patch(EXPERTS_FP8, "scale_of_rows(x.scale,", "scale_of_rows(x.scale.roll(1, 0),"),
         FP8_EXPERTS,
         invisible=True,
     ),
     Bug(
-        "an expert's tokens by the scales of the forward pass",
+        "an expert's features by the scales of their neighbours",
         Patch(
-            EXPERTS_FP8, "kept = (lying.values, lying.scale.clone())", "kept = (in_rows.values, lying.scale.clone())"
+            EXPERTS_FP8,
+            "in_columns = Fp8Tensor(values, scale_EI)",
+            "in_columns = Fp8Tensor(values, scale_EI.roll(1, 1))",
         ),
         replace(FP8_EXPERTS, precision="fp8 rowwise"),
+        invisible=True,
+    ),
+    Bug(
+        "columns of an expert behind the padding of another",
+        Patch(
+            "megaspec_kernels.fp8_cast.reference_groups",
+            "padded=(last_unit_E * UNIT).to(torch.int32)",
+            "padded=((last_unit_E + 1) * UNIT).to(torch.int32)",
+        ),
+        FP8_EXPERTS_WRITTEN,
+        invisible=True,
+    ),
+    Bug(
+        "rows that are gathered on the way there in the order of choices",
+        Patch("megaspec.nn.moe.rows", "(self.choice // self.place.shape[1])", "(self.choice % self.place.shape[0])"),
+        FP8_EXPERTS_WRITTEN,
+    ),
+    Bug(
+        "rows of gradients by the scale of inputs",
+        Patch("megaspec.nn.moe.fp8_producers", 'quantise_rows(grad_MD, "gradient"', 'quantise_rows(grad_MD, "input"'),
+        FP8_EXPERTS_WRITTEN,
         invisible=True,
     ),
     Bug(

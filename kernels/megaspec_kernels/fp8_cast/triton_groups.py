@@ -230,7 +230,7 @@ if triton is not None:
         saturated_ptr,
         copy_ptr,
         half_I,
-        quarter_P,
+        units,
         E,
         group_stride,
         rows,
@@ -254,6 +254,8 @@ if triton is not None:
         `rows`: four, which the compiler must not know, see count_saturated there. `quarters`: of a unit, each of four
         rows. `below`: tiles below each other that programs next to each other take."""
         pid = tl.program_id(0)
+        # so that the compiler knows how the columns are aligned, whatever the number of rows is
+        quarter_P = units * quarters
         tiles_p = tl.cdiv(quarter_P * 4, b_p)
         tiles_i = tl.cdiv(half_I * 2, b_i)
         in_group = below * tiles_i
@@ -484,10 +486,10 @@ def group_cast(
             some_columns.view(torch.int32) if columns else some_columns,
             *recorded,
             I // 2,
-            P // 4,
+            P // UNIT,
             E,
             group_stride,
-            P // (P // 4),
+            UNIT // 4,
             by_column=scale.shape[1] > 1,
             **form,
             interpreted=INTERPRETED,

@@ -23,7 +23,7 @@ from megaspec_kernels.fp8_cast.bench import unbalanced_ends
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.gate import results
 from megaspec_kernels.gated.form import GatedForm
-from megaspec_kernels.gated.triton_weighted import TILES
+from megaspec_kernels.gated.tiles import TILES
 from megaspec_kernels.registry import REGISTRY, GatedProducer, WeightedGatedKernel
 
 FORMS = (

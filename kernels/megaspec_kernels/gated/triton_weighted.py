@@ -10,8 +10,6 @@ part, and the parts are added in one order.
 
 # R rows, F features, P rows with padding, T tiles of features
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from megaspec_kernels.fp8_cast.padding import UNIT
 from megaspec_kernels.fp8_cast.tile import Written, format_constants
 from megaspec_kernels.fp8_cast.triton_groups import group_cast
 from megaspec_kernels.gated.form import GatedForm, decoded
+from megaspec_kernels.gated.tiles import BACKWARD_TILE, FORWARD_TILE, Tile
 
 try:
     import triton
@@ -45,25 +44,6 @@ except ImportError:  # a machine without GPU: the resolver never picks this file
 BLOCK = 1024
 WARPS = 4
 
-
-class Tile(NamedTuple):
-    """Of a kernel that writes fp8: of each column it writes as many bytes as rows."""
-
-    rows: int
-    features: int
-    warps: int
-
-
-# From which a benchmark chooses. None of these spills (Triton 3.7, sm90).
-TILES = {
-    "128x64, 4 warps": Tile(rows=128, features=64, warps=4),
-    "128x64": Tile(rows=128, features=64, warps=8),
-    "64x128": Tile(rows=64, features=128, warps=8),
-    "64x64, 4 warps": Tile(rows=64, features=64, warps=4),
-    "64x64": Tile(rows=64, features=64, warps=8),
-}
-FORWARD_TILE = TILES["128x64, 4 warps"]
-BACKWARD_TILE = TILES["64x128"]
 
 if triton is not None:
 
@@ -205,7 +185,7 @@ if triton is not None:
         seen_ptr,
         saturated_ptr,
         half_F,
-        quarter_P,
+        units,
         E,
         rows,
         weight_stride,
@@ -226,6 +206,8 @@ if triton is not None:
         fp8_cast/triton.py, note "Pairs". `rows`: four, which the compiler must not know."""
         tile_p = tl.program_id(0)
         tile_f = tl.program_id(1)
+        # so that the compiler knows how the columns are aligned, whatever the number of rows is
+        quarter_P = units * quarters
         q = tile_p * (b_p // 4) + tl.arange(0, b_p // 4)
         c = tile_f * (b_f // 2) + tl.arange(0, b_f // 2)
         is_place = q < quarter_P
@@ -332,7 +314,7 @@ if triton is not None:
         saturated_ptr,
         R,
         half_F,
-        quarter_P,
+        units,
         E,
         rows,
         weight_stride,
@@ -353,6 +335,8 @@ if triton is not None:
         [2 F, P / 4]; parts of the weights' gradients [T, R]. See weighted_fwd_fp8_kernel."""
         tile_p = tl.program_id(0)
         tile_f = tl.program_id(1)
+        # so that the compiler knows how the columns are aligned, whatever the number of rows is
+        quarter_P = units * quarters
         q = tile_p * (b_p // 4) + tl.arange(0, b_p // 4)
         c = tile_f * (b_f // 2) + tl.arange(0, b_f // 2)
         is_place = q < quarter_P
@@ -538,6 +522,8 @@ def forward_in_fp8(
         return _cast(forward(gate_up_RF.to(torch.float32), weights_R, form=form), groups, known)
     gate_up_RF = gate_up_RF.contiguous()
     written = _empty(gate_up_RF, groups, F, known)
+    if gate_up_RF.is_meta:
+        return written
     weighted_fwd_fp8_kernel[(triton.cdiv(groups.columns, tile.rows), triton.cdiv(F, tile.features))](
         gate_up_RF.view(torch.int32),
         weights_R,
@@ -546,7 +532,7 @@ def forward_in_fp8(
         written.columns.view(torch.int32),
         *_recorded(written, known),
         F // 2,
-        groups.columns // 4,
+        groups.columns // UNIT,
         groups.ends.shape[0],
         UNIT // 4,
         weights_R.stride(0),
@@ -581,6 +567,8 @@ def gradients_in_fp8(
     written = _empty(gate_up_RF, groups, 2 * F, known)
     tiles = triton.cdiv(F, tile.features)
     parts_TR = torch.empty(tiles, R, dtype=torch.float32, device=grad_RF.device)
+    if gate_up_RF.is_meta:
+        return written, parts_TR.sum(0).to(weights_R.dtype)
     weighted_bwd_fp8_kernel[(triton.cdiv(groups.columns, tile.rows), tiles)](
         grad_RF.view(torch.int32),
         gate_up_RF.view(torch.int32),
@@ -592,7 +580,7 @@ def gradients_in_fp8(
         *_recorded(written, known),
         R,
         F // 2,
-        groups.columns // 4,
+        groups.columns // UNIT,
         groups.ends.shape[0],
         UNIT // 4,
         weights_R.stride(0),

@@ -151,7 +151,7 @@ class GroupedLinear(Linear):
         """Where each expert's rows lie, as products in fp8 take them."""
         return layer_of(self.fp8.ticket).groups(ends_E, rows)
 
-    def with_slots(self, x_RI: Tensor | Fp8Input, groups: Groups, *, whole: bool) -> tuple[Tensor, Fp8Slots]:  # type: ignore[override]
+    def with_slots(self, x_RI: Tensor | Fp8Input, groups: Groups, *, whole: bool) -> tuple[Tensor, Fp8Slots]:
         """The product, and what stands for it so that its gradient arrives in fp8: see nn/fp8.py, note "Producers"."""
         assert self.fp8 is not None, "the layer has products in another precision"
         assert self.bias is None, "the bias's gradient needs the output's, in more than fp8"
