@@ -55,6 +55,13 @@ KERNELS = {
     "unpermute_kernel": ELEMENT_WISE,
     "merge_kernel": ATTENTION,
     "add_kernel": ATTENTION,
+    # of experts, whose gradients are added to sums by a kernel of another name
+    "sum_gradients_kernel": ELEMENT_WISE,
+    "group_pairs_kernel": ELEMENT_WISE,
+    "group_amax_kernel": ELEMENT_WISE,
+    "groups_kernel": ELEMENT_WISE,
+    "weighted_bwd_fp8_kernel": ELEMENT_WISE,
+    "pairs_kernel": ELEMENT_WISE,
     # inductor: pointwise, reduction, persistent reduction
     "triton_poi_fused_mul_silu_4": ELEMENT_WISE,
     "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1": ELEMENT_WISE,

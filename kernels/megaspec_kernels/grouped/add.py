@@ -14,7 +14,7 @@ WARPS = 8
 if triton is not None:
 
     @triton.jit
-    def add_kernel(into_ptr, x_ptr, size, overwrite: tl.constexpr, block: tl.constexpr):
+    def sum_gradients_kernel(into_ptr, x_ptr, size, overwrite: tl.constexpr, block: tl.constexpr):
         at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         mask = at < size
         total = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -43,4 +43,4 @@ def add_with_triton(into: Tensor, x: Tensor, *, overwrite: bool) -> None:
     """See add_; `into` in fp32."""
     size = into.numel()
     if size:
-        add_kernel[(triton.cdiv(size, BLOCK),)](into, x, size, overwrite, BLOCK, num_warps=WARPS)
+        sum_gradients_kernel[(triton.cdiv(size, BLOCK),)](into, x, size, overwrite, BLOCK, num_warps=WARPS)
