@@ -1,6 +1,7 @@
 """FlashAttention's packages: what they are told, on a CPU; their kernels against fp64, on a GPU."""
 
 import importlib.util
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -121,7 +122,11 @@ def test_a_package_that_is_not_there_is_named() -> None:
         flash_attn._forward(x, x, x, None, None, 8, 8, True, None, 0.25, 0.0, 4)
 
 
-@pytest.mark.parametrize("packed", [PACKED[3], PACKED[5], TRAINED[0], TRAINED[1], TRAINED[4]], ids=str)
+# Heads of 16 are not version 4's, see catalog.py.
+SHORT = [replace(PACKED[number], H=64) for number in (3, 5)]
+
+
+@pytest.mark.parametrize("packed", [*SHORT, TRAINED[0], TRAINED[1], TRAINED[4]], ids=str)
 @pytest.mark.parametrize("name", ON_GPU)
 def test_documents_on_a_gpu(name: str, packed: Packed) -> None:
     """Each as if it were alone, against fp64. FlashAttention-4 compiles for each size of heads: 20 s."""
@@ -151,7 +156,7 @@ def test_gradients_are_added_in_one_order_on_a_gpu(name: str) -> None:
     try:
         runs = []
         for _ in range(3):
-            out = attend(**mine, documents=documents)
+            out = attend(*mine.values(), documents=documents)
             runs.append(torch.autograd.grad(out, list(mine.values()), grad.bfloat16()))
     finally:
         torch.use_deterministic_algorithms(False)
