@@ -32,6 +32,7 @@ from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.gated import reference as gated_reference
 from megaspec_kernels.gated import triton as gated_triton
 from megaspec_kernels.gated import triton_weighted as gated_weighted
+from megaspec_kernels.grouped.add import add_, add_plainly_
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
 from megaspec_kernels.linear import reference as linear_reference
@@ -210,6 +211,16 @@ class Fp8CastKernel:
 
 
 @dataclass(frozen=True)
+class GroupedKernel:
+    """Products of rows with the matrices of their groups, see grouped/reference.py."""
+
+    product: Callable[..., torch.Tensor]
+    """(a_RI, b_EIO, ends_E, *, whole) -> [R, O] and (a_OR, b_RI, ends_E) -> [E, O, I]"""
+    add: Callable[..., None]
+    """(into, x, *, overwrite): the sum of matrices' gradients, in place"""
+
+
+@dataclass(frozen=True)
 class ScaledGroupedKernel:
     """Products of fp8 rows with the fp8 matrices of their groups, see scaled_grouped/reference.py."""
 
@@ -217,13 +228,13 @@ class ScaledGroupedKernel:
     """(a_RK, b_ENK, a_scale, b_scale, ends_E, *, dtype, whole, fast) -> [R, N]"""
     weight_product: Callable[..., torch.Tensor]
     """(a_OP, b_IP, a_scale, b_scale, ends_E, *, dtype) -> [E, O, I]"""
+    add: Callable[..., None]
+    """(into, x, *, overwrite): the sum of matrices' gradients, in place"""
 
 
 CrossEntropyKernel = Callable[..., Any]
 """(x_MD, weight_VD, labels_M, weights_M, shard, *, bias_V, form) -> scalar; the last two only of heads that have
 them, see cross_entropy/reference.py"""
-GroupedKernel = Callable[..., Any]
-"""(a_RI, b_EIO, ends_E, *, whole) -> [R, O] and (a_OR, b_RI, ends_E) -> [E, O, I]"""
 UnpermuteKernel = Callable[..., Any]
 """(y_RD, place_Mk, kept_Mk) -> [M, D]"""
 ScaledProductKernel = Callable[..., torch.Tensor]
@@ -275,7 +286,10 @@ REGISTRY: dict[str, dict[str, Any]] = {
         "te": _linear(linear_te),
         "reference": _linear(linear_reference),
     },
-    "grouped": {"torch": grouped_torch, "reference": grouped_reference},
+    "grouped": {
+        "torch": GroupedKernel(grouped_torch, add_),
+        "reference": GroupedKernel(grouped_reference, add_plainly_),
+    },
     "unpermute": {"triton": unpermute_triton, "reference": unpermute_reference},
     "norm": {
         "reference": NormKernel(norm_reference.norm, norm_reference.norm_of_stream, norm_reference.norm_of_sum),
@@ -354,8 +368,10 @@ REGISTRY: dict[str, dict[str, Any]] = {
         "reference": scaled_product_reference,
     },
     "scaled_grouped": {
-        "torch": ScaledGroupedKernel(scaled_grouped_torch.product, scaled_grouped_torch.weight_product),
-        "reference": ScaledGroupedKernel(scaled_grouped_reference.product, scaled_grouped_reference.weight_product),
+        "torch": ScaledGroupedKernel(scaled_grouped_torch.product, scaled_grouped_torch.weight_product, add_),
+        "reference": ScaledGroupedKernel(
+            scaled_grouped_reference.product, scaled_grouped_reference.weight_product, add_plainly_
+        ),
     },
     "adamw": {"torch": torch.optim.AdamW, "triton": adamw_triton, "reference": adamw_reference},
 }

@@ -11,8 +11,7 @@ from megaspec.nn.moe.module import GroupedLinear
 from megaspec_kernels.gate import Results, check, in_dtype, results
 from megaspec_kernels.grouped.add import add_, add_with_triton
 from megaspec_kernels.grouped.empty_groups import zero_empty_groups, zero_with_triton
-from megaspec_kernels.grouped.reference import grouped_product
-from megaspec_kernels.registry import REGISTRY
+from megaspec_kernels.registry import REGISTRY, GroupedKernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # rows of each group: many and few, none at all, the first and the last empty
@@ -39,7 +38,7 @@ def inputs_of(sizes: tuple[int, ...], width: int, device: torch.device) -> tuple
     return inputs, random(sum(sizes), 2 * width)
 
 
-def through_layer(kernel: Callable[..., Tensor], sizes: tuple[int, ...], ends_E: Tensor) -> Callable[..., Tensor]:
+def through_layer(kernel: GroupedKernel, sizes: tuple[int, ...], ends_E: Tensor) -> Callable[..., Tensor]:
     """The product as the layer makes it, with its own gradients."""
 
     def function(x_RI: Tensor, weight_EOI: Tensor) -> Tensor:
@@ -63,7 +62,7 @@ def test_reference(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     def plain(x_RI: Tensor, weight_EOI: Tensor) -> Tensor:
         return one_by_one(x_RI, weight_EOI, sizes)
 
-    fast = run(through_layer(grouped_product, sizes, ends_of(sizes, cpu)), inputs, grad, dtype)
+    fast = run(through_layer(REGISTRY["grouped"]["reference"], sizes, ends_of(sizes, cpu)), inputs, grad, dtype)
     check(fast, run(plain, inputs, grad, dtype), run(plain, inputs, grad, torch.float64))
 
 
@@ -73,14 +72,14 @@ def test_torch(sizes: tuple[int, ...], device: torch.device) -> None:
     inputs, grad = inputs_of(sizes, 24, device)
     ends_E = ends_of(sizes, device)
     fast = run(through_layer(REGISTRY["grouped"]["torch"], sizes, ends_E), inputs, grad, torch.bfloat16)
-    plain = run(through_layer(grouped_product, sizes, ends_E), inputs, grad, torch.bfloat16)
-    truth = run(through_layer(grouped_product, sizes, ends_E), inputs, grad, torch.float64)
+    plain = run(through_layer(REGISTRY["grouped"]["reference"], sizes, ends_E), inputs, grad, torch.bfloat16)
+    truth = run(through_layer(REGISTRY["grouped"]["reference"], sizes, ends_E), inputs, grad, torch.float64)
     check(fast, plain, truth)
 
 
 @pytest.mark.parametrize("name", REGISTRY["grouped"])
 def test_rows_of_no_group_are_zero(name: str, device: torch.device) -> None:
-    kernel = REGISTRY["grouped"][name]
+    kernel = REGISTRY["grouped"][name].product
     a = torch.randn(20, 16, device=device, dtype=torch.bfloat16)
     b = torch.randn(3, 16, 8, device=device, dtype=torch.bfloat16)
     out = kernel(a, b, ends_of((4, 0, 9), device), whole=False)
@@ -119,7 +118,7 @@ def test_experts_without_tokens_have_no_gradient_in_used_memory() -> None:
     ends_E = ends_of(sizes, device)
     for _ in range(20):
         torch.full((32, width, width), torch.nan, device=device, dtype=torch.bfloat16)
-        out = REGISTRY["grouped"]["torch"](a.t(), b, ends_E)
+        out = REGISTRY["grouped"]["torch"].product(a.t(), b, ends_E)
         assert out.isfinite().all()
         for group, size in zip(out, sizes, strict=True):
             assert (size > 0) == bool((group != 0).any())

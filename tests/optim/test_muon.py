@@ -21,7 +21,7 @@ from megaspec.optim.newton_schulz import COEFFICIENTS, orthogonalised, orthogona
 from megaspec.optim.optimizer import build_optimizer
 from megaspec.optim.spec import OptimSpec
 from megaspec.parallelism.whole_matrices import WholeMatrices
-from megaspec_kernels.grouped.reference import grouped_product
+from megaspec_kernels.registry import REGISTRY
 from tests.plan.plans import LLAMA, MOE, plan
 
 MUON = {"kind": "muon", "lr": 1.0, "momentum": 0.9, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3}
@@ -36,7 +36,7 @@ class Model(nn.Module):
         self.norm = RmsNorm(6, RmsNormSpec())
         self.wqkv = Linear(6, 8, 4, 4, bias=True)
         # two experts with two outputs of three rows each
-        self.experts = GroupedLinear(2, 5, 3, 3, kernel=grouped_product)
+        self.experts = GroupedLinear(2, 5, 3, 3, kernel=REGISTRY["grouped"]["reference"])
         self.router = Router(6, MoeSpec(n_experts=4, top_k=1, d_expert=4), site="router")
         self.w_down = Linear(9, 6)
 

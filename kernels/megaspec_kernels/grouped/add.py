@@ -33,7 +33,14 @@ def add_(into: Tensor, x: Tensor, *, overwrite: bool) -> None:
     is_narrow = x.element_size() < into.element_size() == 4
     if into.device.type == "cuda" and is_narrow and into.is_contiguous() and x.is_contiguous():
         add_with_triton(into, x, overwrite=overwrite)
-    elif overwrite:
+    else:
+        add_plainly_(into, x, overwrite=overwrite)
+
+
+def add_plainly_(into: Tensor, x: Tensor, *, overwrite: bool) -> None:
+    """The same, by torch."""
+    assert into.shape == x.shape, f"{tuple(x.shape)} is added to {tuple(into.shape)}"
+    if overwrite:
         into.copy_(x)
     else:
         into.add_(x)

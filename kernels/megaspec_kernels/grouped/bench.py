@@ -18,9 +18,9 @@ from megaspec_kernels.registry import REGISTRY, GroupedKernel
 def _results(kernel: GroupedKernel, x_RI: Tensor, weight_EIO: Tensor, grad_RO: Tensor, ends_E: Tensor) -> Results:
     """The product and its two gradients, as a layer of experts calls it."""
     return {
-        "out": kernel(x_RI, weight_EIO, ends_E),
-        "x": kernel(grad_RO, weight_EIO.transpose(1, 2), ends_E),
-        "weight": kernel(x_RI.t(), grad_RO, ends_E),
+        "out": kernel.product(x_RI, weight_EIO, ends_E),
+        "x": kernel.product(grad_RO, weight_EIO.transpose(1, 2), ends_E),
+        "weight": kernel.product(x_RI.t(), grad_RO, ends_E),
     }
 
 

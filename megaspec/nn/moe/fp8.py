@@ -33,7 +33,6 @@ from megaspec.nn.fp8 import FORMATS, Fp8Input, Fp8Linear, Fp8Pair, Fp8Slots, Fp8
 from megaspec.nn.linear import Linear, MainGrad, sum_of
 from megaspec_kernels.fp8_cast.formats import Block
 from megaspec_kernels.fp8_cast.groups import Groups, scale_of_rows
-from megaspec_kernels.grouped.add import add_
 from megaspec_kernels.registry import ScaledGroupedKernel
 
 # What shares a scale, where it is an expert's tensor or one of its rows: dimensions that a scale is taken over.
@@ -342,7 +341,7 @@ def _gradients(ctx, grad: Fp8Pair, *, dtype: torch.dtype) -> tuple[Tensor | None
     def product(dtype: torch.dtype) -> Tensor:
         return fp8.weight_gradient(grad.columns, x, groups, dtype=dtype)
 
-    return grad_x, _summed(ctx.main_grad, product, weight)
+    return grad_x, _summed(ctx.main_grad, product, weight, kernel=fp8.grouped)
 
 
 def _gradients_of_nothing(ctx, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -358,17 +357,19 @@ def _gradients_of_nothing(ctx, grad_RO: Tensor) -> tuple[Tensor | None, Tensor |
     def nothing(dtype: torch.dtype) -> Tensor:
         return torch.zeros_like(weight, dtype=dtype)
 
-    return grad_x, _summed(ctx.main_grad, nothing, weight)
+    return grad_x, _summed(ctx.main_grad, nothing, weight, kernel=ctx.fp8.grouped)
 
 
-def _summed(main_grad: MainGrad | None, product: Callable[[torch.dtype], Tensor], weight: Tensor) -> Tensor | None:
+def _summed(
+    main_grad: MainGrad | None, product: Callable[[torch.dtype], Tensor], weight: Tensor, *, kernel: ScaledGroupedKernel
+) -> Tensor | None:
     """The weight gradient that `product` makes in a format: added to the main gradient where there is one, now or
     later (then None), else handed to autograd."""
     if main_grad is None:
         return product(weight.dtype)
 
     def add(into: Tensor, overwrite: bool) -> None:
-        add_(into, product(into.dtype), overwrite=overwrite)
+        kernel.add(into, product(into.dtype), overwrite=overwrite)
 
     sum_of(main_grad.ticket).add(add)
     return None

@@ -22,7 +22,6 @@ from megaspec.nn.moe.router import Router, Routing
 from megaspec.nn.moe.rows import Rows, sorted_rows
 from megaspec.nn.moe.spec import Weighted
 from megaspec_kernels.fp8_cast.groups import Groups
-from megaspec_kernels.grouped.add import add_
 from megaspec_kernels.registry import GroupedKernel, UnpermuteKernel
 
 
@@ -36,7 +35,7 @@ class GroupedLinearOp(torch.autograd.Function):
         ctx.kernel = layer.kernel
         ctx.main_grad = layer.main_grad
         weight_EOI = weight.unflatten(0, (ends_E.shape[0], -1))
-        return layer.kernel(x_RI, weight_EOI.transpose(1, 2), ends_E, whole=whole)
+        return layer.kernel.product(x_RI, weight_EOI.transpose(1, 2), ends_E, whole=whole)
 
     @staticmethod
     def backward(ctx, grad_RO):
@@ -44,14 +43,14 @@ class GroupedLinearOp(torch.autograd.Function):
         kernel = ctx.kernel
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = kernel(grad_RO, weight.unflatten(0, (ends_E.shape[0], -1)), ends_E, whole=ctx.whole)
+            grad_x = kernel.product(grad_RO, weight.unflatten(0, (ends_E.shape[0], -1)), ends_E, whole=ctx.whole)
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None, None, None
         if ctx.main_grad is None:
-            return grad_x, kernel(grad_RO.t(), x_RI, ends_E).flatten(0, 1), None, None, None
+            return grad_x, kernel.product(grad_RO.t(), x_RI, ends_E).flatten(0, 1), None, None, None
 
         def product(into: Tensor, overwrite: bool) -> None:
-            add_(into, kernel(grad_RO.t(), x_RI, ends_E).flatten(0, 1), overwrite=overwrite)
+            kernel.add(into, kernel.product(grad_RO.t(), x_RI, ends_E).flatten(0, 1), overwrite=overwrite)
 
         sum_of(ctx.main_grad.ticket).add(product)
         return grad_x, None, None, None, None
