@@ -78,7 +78,10 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         # our own: kernels/megaspec_kernels/cross_entropy, unpermute, norm, gated and rope
         (r"^(softmax_stats|softmax_gradient|unpermute|(norm|gated|weighted|rope)_[a-z0-9_]+)_kernel", ELEMENT_WISE),
         # fp8_cast, and what experts' gradients are added up by
-        (r"^(pairs|cast|columns|finish|amax(_of_pairs)?|groups|group_[a-z_]+|sum_gradients|zero_empty)_kernel$", ELEMENT_WISE),
+        (
+            r"^(pairs|cast|columns|finish|amax(_of_pairs)?|groups|group_[a-z_]+|sum_gradients|zero_empty)_kernel$",
+            ELEMENT_WISE,
+        ),
         (r"^memcpy|^memset|direct_copy_kernel|catarraybatchedcopy|fillfunctor", COPIES),
         # pointwise, reduction, persistent reduction, scan, sort and foreach kernels that inductor generates
         (r"^triton_(poi|red|per|spl|for|mix|sort)_fused", ELEMENT_WISE),
