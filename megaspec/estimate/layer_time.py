@@ -47,10 +47,6 @@ SUSTAINED = 0.95
 # H200, in profiled steps: 0.99 of the measured seconds at 1,924 MHz, 1.19 at 1,636, 1.26 at 1,525: they are those of
 # 1,910 MHz.
 ATTENTION_HOT = 1.28
-# Experts' products in fp8 whose sums are kept in fp32, those of gradients, against what their forward ones take:
-# torch's kernel has tiles half as large for them. One H200, 32 experts like gpt-oss-20b's, 8,192 tokens, in a profiled
-# step: 783 TFLOP/s against 1,207.
-GROUPS_SUMMED_IN_FP32 = 1.4
 # Seconds of an fp8 product against one whose scales are of whole tensors, the way that throughput is measured. Blocks
 # of 1x128 and 128x128: 1297 of 1508 TFLOP/s on an H200 (8192 on each side, forward). Blackwell scales mxfp8 in its
 # tensor cores. Both formats, e4m3 and e5m2, run at one rate.
@@ -300,8 +296,6 @@ class LayerTimes:
             alone = self.throughput.grouped_matmul_seconds(
                 one.groups, one.m, one.n, one.k, precision=precision, kind=kind
             )
-            if precision == "fp8" and kind != "forward":
-                alone *= GROUPS_SUMMED_IN_FP32
         else:
             alone = self.throughput.matmul_seconds(one.m, one.n, one.k, precision=precision, kind=kind)
         scales_cost = 1.0

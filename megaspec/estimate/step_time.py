@@ -1,7 +1,7 @@
 """How long a training step takes, from what each rank computes and sends and from how fast the hardware was measured.
 
 Counted, but for constants of the runtime that hold for every model: what products and attention draw of a limited
-power (power.py), SUSTAINED, ATTENTION_HOT, GROUPS_SUMMED_IN_FP32, GAPS_SECONDS and OVERLAPPED_COST in layer_time.py,
+power (power.py), SUSTAINED, ATTENTION_HOT, GROUPED_FP8_COST, GAPS_SECONDS and OVERLAPPED_COST in layer_time.py,
 TURNING and the shares of a copy's bandwidth in work.py, those of the update and BESIDE_PASSES below. Each says which
 runs it was set on.
 """
