@@ -105,6 +105,7 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
                 timeout_seconds=prepared.spec.launcher.timeout_seconds,
                 arguments={"lock_token": prepared.lock.token, "plugins": loaded()},
                 is_ours=prepared.lock.is_ours,
+                writes_heartbeat=True,
             )
         except MegaspecError as error:
             _ended(prepared, error.exit_code)

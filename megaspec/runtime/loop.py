@@ -398,6 +398,7 @@ class Run:
             **pending.phases.seconds(),
             **asdict(speed_of(sequence_tokens, seconds, self.started)),
         )
+        self.built.position.finished(step=step, steps=spec.train.steps, loss=loss)
         routers = routers_done(self.built, step, of_routers, steps=spec.train.steps)
         if routers is not None:
             self.emit(routers)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.core.errors import HangError, printable
+from megaspec.launcher.beat import Page
 from megaspec.nn.decoder import Decoder, Unit
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,8 @@ class Position:
     """Rises with every mark."""
     step: int = 0
     micro: int = 0
+    page: Page | None = None
+    """That of who watches this rank from outside."""
     _marks: deque[tuple[torch.cuda.Event, str]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
 
     def mark(self, what: str) -> None:
@@ -54,6 +57,11 @@ class Position:
             event = torch.cuda.Event()
             event.record()
             self._marks.append((event, self.what))
+
+    def finished(self, *, step: int, steps: int, loss: float) -> None:
+        """A step is done, and its loss was read."""
+        if self.page is not None:
+            self.page.write_step(step, steps, loss)
 
     def reached(self) -> tuple[str, int]:
         """What the device is at, and a number that changes when it gets on."""
@@ -187,11 +195,11 @@ class Watchdog:
         what, _ = self._position.reached()
         # on a GPU the training thread's own line says little: it runs ahead
         if self._position.device.type == "cuda":
-            pending = _pending_collective()
+            pending = pending_collective()
             if pending:
                 return f"{what}{pending}"
-        stack = extract_tb(error.__traceback__) if error else _stack_of(self._thread_id)
-        return f"{what}{_innermost(stack)}"
+        stack = extract_tb(error.__traceback__) if error else stack_of(self._thread_id)
+        return f"{what}{innermost(stack)}"
 
     def _watch(self) -> None:
         last_count = -1
@@ -213,14 +221,14 @@ def _key(rank: int) -> str:
     return f"position/{rank}"
 
 
-def _stack_of(thread_id: int) -> list[FrameSummary]:
+def stack_of(thread_id: int) -> list[FrameSummary]:
     frame = sys._current_frames().get(thread_id)
     if frame is None:
         return []
     return extract_stack(frame)
 
 
-def _innermost(stack: list[FrameSummary]) -> str:
+def innermost(stack: list[FrameSummary]) -> str:
     """`, in all_reduce (megaspec/parallelism/collectives.py:62)`: the innermost line of this project."""
     for line in reversed(stack):
         path = Path(line.filename)
@@ -229,7 +237,7 @@ def _innermost(stack: list[FrameSummary]) -> str:
     return ""
 
 
-def _pending_collective() -> str:
+def pending_collective() -> str:
     """`, waiting for nccl:all_reduce number 12 of group tp`: the oldest that NCCL has begun and not ended."""
     dumped: dict[str, Any] = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json(True, True))
     for entry in dumped.get("entries", []):

@@ -40,6 +40,7 @@ from megaspec.runtime.loop import Run, always
 from megaspec.runtime.out_of_memory import is_out_of_memory, out_of_memory
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position, Watchdog, ignore_code
+from megaspec.runtime.watched import begin_watched, is_told_by_watcher, watched
 from megaspec.spec import Spec
 
 _TO_LEAVE = 2.0
@@ -90,6 +91,7 @@ class RankInfo:
 def exit_code_of(me: RankInfo, work: Callable[[], None]) -> int:
     """What a rank is started for, from its first request to stop to its exit code; errors are told."""
     watch_signals()
+    begin_watched()
     try:
         work()
         return 0
@@ -288,9 +290,16 @@ def bounded(position: Position, me: RankInfo, *, record: Callable[[int], object]
 
     `record` gets the exit code of a rank that is ended so. Raises HangError for a collective that failed.
     """
-    if me.world_size == 1:
-        yield
-        return
+    with watched(position):
+        if me.world_size == 1:
+            yield
+            return
+        with _bounded_by_others(position, me, record):
+            yield
+
+
+@contextmanager
+def _bounded_by_others(position: Position, me: RankInfo, record: Callable[[int], object]) -> Iterator[None]:
     store = dist.PrefixStore(f"attempt-{me.attempt}", dist.distributed_c10d._get_default_store())
     seconds = me.timeout_seconds + 2 * _GRACE
     watchdog = Watchdog(position, rank=me.rank, world_size=me.world_size, store=store, seconds=seconds, record=record)
@@ -302,7 +311,8 @@ def bounded(position: Position, me: RankInfo, *, record: Callable[[int], object]
             is_failure = isinstance(error, dist.DistError) or is_collective_failure(error)
             if is_out_of_memory(error) or not is_failure:
                 raise
-            watchdog.tell("a collective failed: another rank is gone or late", error)
+            if not is_told_by_watcher(error):
+                watchdog.tell("a collective failed: another rank is gone or late", error)
             raise HangError(f"a collective failed: {str(error).splitlines()[0]}") from error
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megaspec.launcher.rendezvous import FileRendezvous
 from megaspec.parallelism.collectives import all_reduce
-from megaspec.runtime.position import Position, RanksAtPosition, Watchdog, _pending_collective, by_position, in_words
+from megaspec.runtime.position import Position, RanksAtPosition, Watchdog, by_position, in_words, pending_collective
 from megaspec.runtime.rank import RankInfo, tell
 from tests.ranks import RankPool
 
@@ -44,7 +44,7 @@ def test_what_nccl_has_not_ended_is_told_by_its_group(group: str, said: str, mon
     entries = [entry | {"state": "completed", "collective_seq_id": 11}, entry | {"state": "started"}]
     dump = json.dumps({"entries": entries})
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda *_: dump, raising=False)
-    assert _pending_collective() == f", waiting for nccl:all_reduce number 12 of {said}"
+    assert pending_collective() == f", waiting for nccl:all_reduce number 12 of {said}"
 
 
 def _times_out() -> None:
