@@ -12,7 +12,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from typing import Any
 from megaspec.core.collective_word import words_of_collective
 from megaspec.core.regular_files import open_inside
 from megaspec.launcher.beat import Page, PageState, Word, page_path, read_report
-from megaspec.launcher.heartbeat import EVERY_SECONDS, Heartbeat, RankBeat, write_heartbeat
+from megaspec.launcher.heartbeat import EVERY_SECONDS, Heartbeat, RankBeat, state_in_words, write_heartbeat
+from megaspec.launcher.kernel_state import kernel_of
 from megaspec_launchers.standing import Frame, is_halted, main_stack
 
 LOOK_SECONDS = 0.5
@@ -106,7 +106,8 @@ class RankReport:
         elif self.state == "stopped":
             asleep = self.kernel.get("wchan", "")
             kernel = f", in the kernel's {asleep}" if asleep else ""
-            parts = [f"stopped (SIGSTOP, or a debugger){kernel}", *parts]
+            where = f"last seen at {self.where}" if self.where else ""
+            parts = [f"stopped (SIGSTOP, or a debugger){kernel}", where, self.collective, self.line]
         return ", ".join(part for part in parts if part)
 
 
@@ -339,15 +340,6 @@ def _state_of(page: Page) -> str:
     return state_in_words(str(page.read_text().get("where", "")))
 
 
-def state_in_words(where: str) -> str:
-    """What a rank does, from where it says that it is."""
-    if where.endswith("saving"):
-        return "saving"
-    if "evaluation" in where:
-        return "evaluating"
-    return "training"
-
-
 def _seen_as(seen: Seen) -> str:
     if seen.is_gone:
         return "ended"
@@ -400,21 +392,6 @@ def _line(frames: Sequence[Frame]) -> str:
         if frame.is_ours:
             return f"in {frame}"
     return ""
-
-
-def kernel_of(pid: int) -> dict[str, str]:
-    """What Linux says of a process: its state, and the function of the kernel that it sleeps in; empty if it is gone
-    (or on another system)."""
-    found = {}
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name in ("State", "Threads", "VmRSS"):
-                found[name.lower()] = value.strip()
-        wchan = Path(f"/proc/{pid}/wchan").read_text().strip()
-        if wchan not in ("", "0"):
-            found["wchan"] = wchan
-    return found
 
 
 def _suspect(reports: Sequence[RankReport]) -> RankReport | None:

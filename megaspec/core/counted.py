@@ -103,6 +103,8 @@ def _begin(name: int, group: dist.ProcessGroup | None) -> int:
         described = group.group_desc
         if group is dist.group.WORLD:
             described = _WORLD
+        elif described == "undefined":
+            described = f"group {key}"  # nobody named it
         found = _Group(len(_counter.groups), described)
         _counter.groups[key] = found
     found.count += 1

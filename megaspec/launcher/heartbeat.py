@@ -77,6 +77,15 @@ class Heartbeat:
         return now - self.time > MISSED * self.every_seconds
 
 
+def state_in_words(where: str) -> str:
+    """What a rank does, from where it says that it is."""
+    if where.endswith("saving"):
+        return "saving"
+    if "evaluation" in where:
+        return "evaluating"
+    return "training"
+
+
 def write_heartbeat(run_dir: Path, beat: Heartbeat) -> None:
     """Replaces the file as a whole. A folder that can't be written costs the heartbeat, never the run."""
     name = f".{HEARTBEAT}.{os.getpid()}.tmp"

@@ -23,6 +23,7 @@ from megaspec.checkpoint.store import Store
 from megaspec.core.bounded_json import MAX_BYTES
 from megaspec.core.errors import HangError, MegaspecError, MemoryRunOut, Preempted, RecipeError, printable
 from megaspec.core.regular_files import read_inside
+from megaspec.launcher import beat as beats
 from megaspec.launcher import exit_file
 from megaspec.launcher.memory_kills import memory_kills
 from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
@@ -38,6 +39,7 @@ from megaspec.rules.belonging import objections
 from megaspec.runtime.build import build, mesh_of
 from megaspec.runtime.loop import Run, always
 from megaspec.runtime.out_of_memory import is_out_of_memory, out_of_memory
+from megaspec.runtime.own_heartbeat import OwnHeartbeat
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position, Watchdog, ignore_code
 from megaspec.runtime.watched import begin_watched, is_told_by_watcher, watched
@@ -45,8 +47,10 @@ from megaspec.spec import Spec
 
 _TO_LEAVE = 2.0
 """Seconds of the grace that are kept for what follows the sinks' end: ranks part, and their processes end."""
-_GRACE = 2.0
+_GRACE = 1.5
 """Seconds that a collective has to fail by itself before the watchdog ends its rank."""
+_WATCHER_SECONDS = 6.0
+"""What a launcher that watches gets beyond that: it says more, and ends all ranks."""
 
 
 def main(
@@ -192,6 +196,10 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
                 close_seconds=partial(patience_with_sinks, spec.launcher.grace_seconds),
             )
             run.emit = stack.enter_context(sinks)
+        if beats.current() is None and me.rank == 0:
+            stack.enter_context(
+                OwnHeartbeat(run_dir, position, attempt=me.attempt, world_size=me.world_size, is_ours=is_ours)
+            )
         run.started = started(spec, run_dir, step=run.step, attempt=me.attempt)
         run.emit(run.started)
         how = "failed"
@@ -291,17 +299,23 @@ def bounded(position: Position, me: RankInfo, *, record: Callable[[int], object]
     `record` gets the exit code of a rank that is ended so. Raises HangError for a collective that failed.
     """
     with watched(position):
-        if me.world_size == 1:
+        is_started_elsewhere = isinstance(me.store, TcpRendezvous)
+        if me.world_size == 1 and not is_started_elsewhere:
+            # the launcher watches it; a process that uses this as a library is nobody's to end
             yield
             return
-        with _bounded_by_others(position, me, record):
+        with _bounded_by_itself(position, me, record):
             yield
 
 
 @contextmanager
-def _bounded_by_others(position: Position, me: RankInfo, record: Callable[[int], object]) -> Iterator[None]:
-    store = dist.PrefixStore(f"attempt-{me.attempt}", dist.distributed_c10d._get_default_store())
-    seconds = me.timeout_seconds + 2 * _GRACE
+def _bounded_by_itself(position: Position, me: RankInfo, record: Callable[[int], object]) -> Iterator[None]:
+    store = None
+    if me.world_size > 1:
+        store = dist.PrefixStore(f"attempt-{me.attempt}", dist.distributed_c10d._get_default_store())
+    seconds = me.timeout_seconds + _GRACE
+    if beats.current() is not None:
+        seconds += _WATCHER_SECONDS
     watchdog = Watchdog(position, rank=me.rank, world_size=me.world_size, store=store, seconds=seconds, record=record)
     with watchdog:
         try:
