@@ -165,6 +165,8 @@ class _Attempt:
     """Why ranks were asked where they are, until that is told."""
     told_at: float = float("inf")
     """Monotonic seconds at which it is told, with what was answered by then."""
+    is_hang_told: bool = False
+    """Where every rank stood was told: later places are those of its consequences."""
     are_stacks_wanted: bool = False
     """Ranks that have not answered were asked by a signal."""
 
@@ -336,7 +338,10 @@ class _Attempt:
         self.told_at = float("inf")
         # a rank that failed by itself explains why others miss it: that is told when all have ended
         is_explained = any(end.explains_others for end in self.ends)
-        if not hang.by_rank or not is_explained:
+        if self.is_hang_told:
+            _say(hang.reason)  # where ranks stood was told when it began
+        elif not hang.by_rank or not is_explained:
+            self.is_hang_told = True
             reports = self.watch.reports(lambda rank: self._written(rank, since=self.asked_at[rank]))
             self.watch.tell(hang, reports, _say)
         self.watch.told()

@@ -337,7 +337,7 @@ def _state_of(page: Page) -> str:
     """In the words of a heartbeat, of a rank that nobody has asked to stop."""
     if page.words[Word.STATE] < PageState.WATCHED:
         return "starting"
-    return state_in_words(str(page.read_text().get("where", "")))
+    return state_in_words(page.read_where())
 
 
 def _seen_as(seen: Seen) -> str:
@@ -358,12 +358,12 @@ def _report_of(seen: Seen, written: str) -> RankReport:
     if seen.is_gone or not kernel or kernel.get("state", "").startswith("Z"):
         return RankReport(seen.rank, seen.pid, "gone", "", "", {}, {}, kernel, "")
     state = "stopped" if is_halted(seen.pid) else "running"
-    text: dict[str, Any] = {}
+    where = ""
     answer = None
     collective = ""
     if seen.page is not None:
-        text = seen.page.read_text()
-        collective = words_of_collective(seen.page.words[Word.COLLECTIVE], list(map(str, text.get("groups", []))))
+        where = seen.page.read_where()
+        collective = words_of_collective(seen.page.words[Word.COLLECTIVE], seen.page.read_groups())
         answer = _answer_of(seen)
     if answer is None:
         # what stands in the page, and what the kernel and faulthandler say
@@ -372,7 +372,7 @@ def _report_of(seen: Seen, written: str) -> RankReport:
         if frames:
             stacks["main"] = [f"{frame.function} ({frame.file}:{frame.line})" for frame in reversed(frames)]
         line = _line(frames)
-        return RankReport(seen.rank, seen.pid, state, str(text.get("where", "")), collective, {}, stacks, kernel, line)
+        return RankReport(seen.rank, seen.pid, state, where, collective, {}, stacks, kernel, line)
     return RankReport(
         rank=seen.rank,
         pid=seen.pid,

@@ -18,6 +18,8 @@ from megaspec.data.stream_files import described
 from megaspec.estimate.target import Target, detect_target
 from megaspec.hf.companions import kept_companions, read_companions, refuse_other_vocabulary
 from megaspec.launcher import exit_file
+from megaspec.launcher.loopback import bind_to_loopback
+from megaspec.launcher.run_secret import job_of_parent, take_secret
 from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import write_environment
 from megaspec.plan.promise import promise_of_change
@@ -85,7 +87,9 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
                     prepared.lock.release()
             return str(prepared.folder)
 
-        return join(make, **vars(place))
+        secret = take_secret(os.environ, world_size=place.world_size, job=job_of_parent(place.store.prefix))
+        bind_to_loopback(os.environ, world_size=place.world_size)
+        return join(make, **vars(place), secret=secret)
     prepared = prepare(target)
     assert prepared.lock is not None, "a run without its lock"
     with ExitStack() as stack:

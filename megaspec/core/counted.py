@@ -9,6 +9,7 @@ How long the calling thread was inside is added up too, see `seconds_inside`: wi
 """
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -54,13 +55,17 @@ class _Counter:
         self.groups: dict[str, _Group] = {}
         self.inside = 0.0
         self.now = 0
+        self.tell_groups: Callable[[list[str]], object] = list
 
 
 _counter = _Counter()
 
 
-def publish(word: list[int] | memoryview, at: int) -> None:
-    """From now on the latest collective is written to `word[at]`."""
+def publish(word: list[int] | memoryview, at: int, *, tell_groups: Callable[[list[str]], object] = list) -> None:
+    """From now on the latest collective is written to `word[at]`, and `tell_groups` is called with the names that its
+    number of a group stands for, whenever there is another one."""
+    _counter.tell_groups = tell_groups
+    tell_groups(group_names())
     word[at] = _counter.now
     _counter.word = word
     _counter.at = at
@@ -107,6 +112,7 @@ def _begin(name: int, group: dist.ProcessGroup | None) -> int:
             described = f"group {key}"  # nobody named it
         found = _Group(len(_counter.groups), described)
         _counter.groups[key] = found
+        _counter.tell_groups(group_names())
     found.count += 1
     word = name << NAME_AT | found.index << GROUP_AT | found.count
     _counter.now = word

@@ -31,7 +31,8 @@ LOOKED_AT_SECONDS = 5.0
 """Who watches looks more often than this; one who did not is dead or frozen."""
 _MAGIC = 0x6D65676162656174
 _SIZE = 8192
-_TEXT_AT = 256
+_WHERE_AT = 256
+_GROUPS_AT = 1024
 _MOST_STACK = 64
 
 
@@ -81,7 +82,7 @@ class Page:
             self._map = mmap.mmap(fd, _SIZE)
         finally:
             os.close(fd)
-        self.words = memoryview(self._map)[:_TEXT_AT].cast("Q")
+        self.words = memoryview(self._map)[:_WHERE_AT].cast("Q")
 
     @classmethod
     def make(cls, path: str) -> Self:
@@ -125,20 +126,25 @@ class Page:
         (loss,) = struct.unpack("<d", struct.pack("<Q", self.words[Word.LOSS]))
         return loss
 
-    def write_text(self, text: dict[str, Any]) -> None:
-        """What does not fit into words. Cut off in the middle by a stop it reads as nothing."""
-        data = json.dumps(text).encode()
-        if len(data) < _SIZE - _TEXT_AT:
-            self._map[_TEXT_AT : _TEXT_AT + len(data) + 1] = data + b"\0"
+    def write_where(self, where: str) -> None:
+        """What the training thread is at; too long a text is cut."""
+        data = where.encode()[: _GROUPS_AT - _WHERE_AT - 1] + b"\0"
+        self._map[_WHERE_AT : _WHERE_AT + len(data)] = data
 
-    def read_text(self) -> dict[str, Any]:
-        """Empty where nothing whole is there."""
-        data, _, _ = self._map[_TEXT_AT:].partition(b"\0")
-        try:
-            found = json.loads(data)
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
+    def read_where(self) -> str:
+        """Empty before the first."""
+        data, _, _ = self._map[_WHERE_AT:_GROUPS_AT].partition(b"\0")
+        return data.decode(errors="replace")
+
+    def write_groups(self, names: Sequence[str]) -> None:
+        """Of the groups that a collective's word counts, a line each; those that have no room are told by number."""
+        data = "\n".join(names).encode()[: _SIZE - _GROUPS_AT - 1] + b"\0"
+        self._map[_GROUPS_AT : _GROUPS_AT + len(data)] = data
+
+    def read_groups(self) -> list[str]:
+        """By their numbers."""
+        data, _, _ = self._map[_GROUPS_AT:].partition(b"\0")
+        return data.decode(errors="replace").splitlines()
 
 
 def nothing_more() -> dict[str, Any]:
@@ -159,13 +165,10 @@ class Beat:
         self.progress: Callable[[], int] | None = None
         self.where: Callable[[], str] | None = None
         self.more: Callable[[], dict[str, Any]] = nothing_more
-        self.groups: Callable[[], list[str]] = list
-        self.each_tick: Callable[[], object] | None = None
         self.failed_at: list[FrameSummary] = []
         """Where the training thread failed, outermost first: it stands elsewhere by now."""
         self._tick_seconds = tick_seconds
         self._answered = 0
-        self._text: dict[str, Any] = {}
         self._main_thread = threading.main_thread().ident
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
         self._thread.start()
@@ -209,22 +212,11 @@ class Beat:
             words[Word.BEATS] += 1
             if self.progress is not None:
                 words[Word.PROGRESS] = self.progress() & (2**64 - 1)
-            self._describe()
             wanted = words[Word.WANTED]
             if wanted != self._answered:
                 self._answered = wanted
                 write_report(self.path, {"number": wanted, **self.report()})
-            if self.each_tick is not None:
-                self.each_tick()
             time.sleep(self._tick_seconds)
-
-    def _describe(self) -> None:
-        text: dict[str, Any] = {"groups": self.groups()}
-        if self.where is not None:
-            text["where"] = self.where()
-        if text != self._text:
-            self._text = text
-            self.page.write_text(text)
 
 
 _current: list[Beat] = []

@@ -77,6 +77,8 @@ class Position:
         # the watchdog reads these meanwhile: when it sees the new count, it sees what began with it
         self.what = what
         self.count += 1
+        if self.page is not None:
+            self.page.write_where(what)
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()

@@ -20,11 +20,13 @@ from megaspec.checkpoint.folders import CHECKPOINTS
 from megaspec.checkpoint.format import FORMAT_VERSION
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
+from megaspec.core import counted
 from megaspec.core.bounded_json import MAX_BYTES
 from megaspec.core.errors import HangError, MegaspecError, MemoryRunOut, Preempted, RecipeError, printable
 from megaspec.core.regular_files import read_inside
 from megaspec.launcher import beat as beats
 from megaspec.launcher import exit_file
+from megaspec.launcher.loopback import listen_at
 from megaspec.launcher.memory_kills import memory_kills
 from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
 from megaspec.launcher.stop import seconds_since_request, watch_signals
@@ -129,17 +131,18 @@ def is_collective_failure(error: RuntimeError) -> bool:
 
 def read_spec(run_dir: Path) -> Spec:
     """The Spec that every rank builds. RecipeError: its file is no file."""
-    spec = Spec.model_validate_json(_read(run_dir, "spec.json"))
+    spec = Spec.model_validate_json(read_file(run_dir, "spec.json"))
     assert spec.format_version == FORMAT_VERSION, f"a Spec of format {spec.format_version}, {FORMAT_VERSION} is read"
     return spec
 
 
 def read_prediction(run_dir: Path) -> Prediction:
     """What was predicted when this start was prepared. RecipeError: its file is no file."""
-    return Prediction.model_validate_json(_read(run_dir, prediction.FILE_NAME))
+    return Prediction.model_validate_json(read_file(run_dir, prediction.FILE_NAME))
 
 
-def _read(run_dir: Path, name: str) -> bytes:
+def read_file(run_dir: Path, name: str) -> bytes:
+    """A file of a run's folder. RecipeError: it can't be read."""
     try:
         return read_inside(run_dir, name, limit=MAX_BYTES)
     except OSError as error:
@@ -373,6 +376,7 @@ def leave_room(spec: Spec, device: torch.device) -> None:
 
 def join_world(me: RankInfo, device: torch.device) -> None:
     """Makes the default process group."""
+    counted.forget()
     timeout = timedelta(seconds=me.timeout_seconds)
     meeting: dist.Store
     if isinstance(me.store, FileRendezvous):
@@ -397,7 +401,12 @@ def join_world(me: RankInfo, device: torch.device) -> None:
 def tcp_store(where: TcpRendezvous, me: RankInfo, timeout: timedelta) -> dist.Store:
     """A store on rank 0's host whose keys begin with the attempt's prefix."""
     serves = me.rank == 0 and not where.is_open
-    store = dist.TCPStore(where.host, where.port, me.world_size, is_master=serves, timeout=timeout)
+    listening = None
+    if serves:
+        listening = listen_at(where.host, where.port)
+    store = dist.TCPStore(
+        where.host, where.port, me.world_size, is_master=serves, timeout=timeout, master_listen_fd=listening
+    )
     return dist.PrefixStore(where.prefix, store)
 
 

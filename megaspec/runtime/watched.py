@@ -21,8 +21,7 @@ def begin_watched() -> None:
     beat = beats.current()
     if beat is None:
         return
-    counted.publish(beat.page.words, Word.COLLECTIVE)
-    beat.groups = counted.group_names
+    counted.publish(beat.page.words, Word.COLLECTIVE, tell_groups=beat.page.write_groups)
     beat.expect(PageState.STARTING)
 
 
@@ -38,6 +37,7 @@ def watched(position: Position) -> Iterator[None]:
     beat.where = show.where
     beat.more = show.more
     position.page = beat.page
+    beat.page.write_where(position.what)
     beat.expect(PageState.WATCHED)
     try:
         yield

@@ -2,8 +2,8 @@
 
 import contextlib
 import io
-import re
 import json
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
