@@ -52,6 +52,14 @@ def sums(
     return 0
 
 
+def meets(run_dir: str, *, rank: int, world_size: int, store: FileRendezvous, timeout_seconds: float, **_: Any) -> int:
+    """Sums once, and stays for a moment."""
+    join(rank, world_size, store, timeout_seconds)
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.5)
+    return 0
+
+
 def stuck(
     run_dir: str, *, rank: int, world_size: int, store: FileRendezvous, timeout_seconds: float, culprit: int, **_: Any
 ) -> int:
