@@ -18,6 +18,7 @@ from megaspec.log.events import (
     RunEnded,
     RunStarted,
     Sampled,
+    SlowRank,
     StepDone,
     StepsProfiled,
 )
@@ -62,6 +63,8 @@ class ConsoleSink:
                 self._step(event)
             case StepsProfiled():
                 self._line(printable("\n".join(table_lines(event)), keep="\n"))
+            case SlowRank():
+                self._line(printable(slow_text(event)))
             case EvalDone():
                 self._evaluated(event)
             case CheckpointSaved():
@@ -172,6 +175,14 @@ def step_parts(
     if seconds > 0:
         parts.append(f"ETA {duration(seconds / len(recent) * (event.steps - event.step))}")
     return parts
+
+
+def slow_text(event: SlowRank) -> str:
+    """`step 250  rank 3 is slow (node2, cuda:3): 0.120 s a step, 24 %, most in backward, ...`."""
+    of = "a save" if event.phase == "save" else "a step"
+    text = f"step {event.step}  rank {event.rank} is slow ({event.host}, {event.device}): "
+    text += f"it loses {event.seconds:.3g} s {of}, {100 * event.share:.0f} %, most in {event.phase}"
+    return f"{text}, which takes the others {event.usual_seconds:.3g} s"
 
 
 def quantity(number: float) -> str:

@@ -45,6 +45,43 @@ _MOST_RANKS = 16
 """Ranks of one position that are told by their numbers."""
 
 
+Mark = float | torch.cuda.Event
+
+
+class Passes:
+    """When the forward passes of a step begin and end, without what they spend inside of collectives."""
+
+    def __init__(self, is_cuda: bool):
+        self._is_cuda = is_cuda
+        self._marks: list[Mark] = []
+        self._inside = 0.0
+        self._inside_before = 0.0
+
+    def __enter__(self) -> None:
+        self._inside_before = counted.seconds_inside()
+        self._marks.append(self._mark())
+
+    def __exit__(self, *_: object) -> None:
+        self._marks.append(self._mark())
+        self._inside += counted.seconds_inside() - self._inside_before
+
+    def _mark(self) -> Mark:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, between: Callable[[Any, Any], float]) -> float:
+        """Of all of them, once the device has passed them. `between`: seconds between two marks."""
+        total = 0.0
+        for begin, end in zip(self._marks[::2], self._marks[1::2], strict=True):
+            total += between(begin, end)
+        if self._is_cuda:
+            return total
+        return total - self._inside
+
+
 @dataclass(frozen=True)
 class Newest:
     """The newest step whose numbers were read."""
@@ -68,6 +105,7 @@ class Position:
     page: Page | None = None
     """That of who watches this rank from outside."""
     newest: Newest = field(default_factory=Newest)
+    _passes: Passes = field(default_factory=lambda: Passes(is_cuda=False))
     _marks: deque[tuple[torch.cuda.Event, str]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
 
     def mark(self, what: str) -> None:
@@ -83,6 +121,15 @@ class Position:
             event = torch.cuda.Event()
             event.record()
             self._marks.append((event, self.what))
+
+    def begin_passes(self) -> Passes:
+        """Forward passes from now on are those of another step."""
+        self._passes = Passes(self.device.type == "cuda")
+        return self._passes
+
+    def forward_pass(self) -> Passes:
+        """While entered a forward pass is made."""
+        return self._passes
 
     def finished(self, *, step: int, steps: int, loss: float) -> None:
         """A step is done, and its loss was read."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megaspec.core import counted
+from megaspec.core.faults import failpoint
 from megaspec.data.batch import Batch
 from megaspec.nn.dropout import Noise
 from megaspec.nn.range_names import OPTIMIZER
@@ -76,7 +77,9 @@ def forward_backward(
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
         built.position.micro = micro
-        out = run_chunk(built, chunk, batches[micro], x, weight=weight, aux_weight=aux_weight)
+        with built.position.forward_pass():
+            failpoint("forward")
+            out = run_chunk(built, chunk, batches[micro], x, weight=weight, aux_weight=aux_weight)
         if built.chunks[chunk].head is not None:
             total.add_(out.detach())
         return out

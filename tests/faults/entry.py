@@ -30,6 +30,7 @@ def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keyw
     full    from that time on there is no space left on the disk
     halt    at that time it stops where it is, alive (SIGSTOP)
     halt all  at that time it stops every rank, itself last
+    slow    from that time on it takes `seconds` longer each time
     sleep   at that time it goes on with nothing, alive
     lose    at that time another job takes the run over, as it may when this one has stood still for long
     move    at that time the run folder is renamed
@@ -61,6 +62,8 @@ def _arm(run_dir: str, *, kind: str, point: str = "", count: int = 1, seconds: f
             faults.arm(point, _raise, count=count)
         case "full":
             faults.arm(point, _disk_is_full, count=count)
+        case "slow":
+            faults.arm(point, lambda: _compute(seconds), count=count)
         case "halt":
             faults.arm(point, lambda: _halt(mark), count=count)
         case "halt all":
@@ -88,6 +91,13 @@ class Service:
     def close(self) -> None:
         with self._path.open("a") as file:
             file.write("closed\n")
+
+
+def _compute(seconds: float) -> None:
+    """What a rank does that has a slow processor: work, not sleep."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 def _halt(mark: str) -> None:
