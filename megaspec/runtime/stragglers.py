@@ -5,8 +5,8 @@ on each and says nothing. What is compared here is each rank's time outside of c
 
 Note "Robust". A value is the median over the steps of a window, so that a single late step counts nothing; it is held
 against the median over ranks (the lower of the middle two: of two ranks one can be slow). A rank is named when it is
-behind in PERSISTENT of the last OF_LAST windows by more than a share of the whole step, by more than milliseconds, and by more
-than what windows of the other ranks differ among themselves.
+behind in PERSISTENT of the last OF_LAST windows by more than a share of the whole step, by more than milliseconds, and
+by more than what windows of the other ranks differ among themselves.
 """
 
 from collections import deque

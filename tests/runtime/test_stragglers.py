@@ -1,4 +1,7 @@
-"""Who is slow is named within 50 steps, and nobody else, by simulated steps of a noisy machine. Real ranks: tests/faults/test_slow_rank.py."""
+"""Who is slow is named within 50 steps, and nobody else: simulated steps of a noisy machine.
+
+Real ranks: tests/faults/test_slow_rank.py.
+"""
 
 import random
 from statistics import median
