@@ -87,6 +87,8 @@ RUNS = {
         "train.batch_ramp={start: 2, increment: 2, samples: 4}",
         "parallelism.recompute={kind: full, method: block, layers: 1}",
         "log.sinks=[{kind: wandb}, {kind: mlflow}, {kind: trackio}]",
+        "log.alerts=[{metric: loss, comparison: below, value: 100, action: webhook}]",
+        "log.webhook={url_variable: TEST_WEBHOOK_URL}",
     ),
     "loaded": (
         "model.positions.scaling={kind: llama3}",

@@ -22,6 +22,7 @@ from megaspec.launcher.loopback import bind_to_loopback
 from megaspec.launcher.run_secret import job_of_parent, take_secret
 from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import write_environment
+from megaspec.log.webhook import address_of
 from megaspec.plan.promise import promise_of_change
 from megaspec.plan.report import print_plan
 from megaspec.plugins import loaded
@@ -254,6 +255,8 @@ def _record(folder: Path) -> None:
 
 
 def _show(spec: Spec, target: Target) -> None:
+    if spec.log.webhook is not None:
+        address_of(spec.log.webhook, os.environ)  # raises before a rank is started
     data = ""
     if isinstance(spec.data, StreamSpec):
         data = described(spec.data)

@@ -118,6 +118,12 @@ class NonFiniteError(MegaspecError):
     exit_code = 76
 
 
+class AlertStop(MegaspecError):
+    """An alert of the recipe stopped the run, which has saved: another start would go on to the same numbers."""
+
+    exit_code = 76
+
+
 class HardwareError(MegaspecError):
     """A machine that is suspected to compute wrongly."""
 

@@ -10,7 +10,9 @@ from typing import TextIO
 
 from megaspec.core.errors import printable
 from megaspec.core.units import counted
+from megaspec.log.alerts import alert_text
 from megaspec.log.events import (
+    AlertRaised,
     CheckpointSaved,
     EvalDone,
     Event,
@@ -65,6 +67,8 @@ class ConsoleSink:
                 self._line(printable("\n".join(table_lines(event)), keep="\n"))
             case SlowRank():
                 self._line(printable(slow_text(event)))
+            case AlertRaised():
+                self._line(printable(f"step {event.step}  ALERT {alert_text(event)}"))
             case EvalDone():
                 self._evaluated(event)
             case CheckpointSaved():

@@ -211,6 +211,26 @@ class PaceMeasured:
 
 
 @dataclass(frozen=True)
+class AlertRaised:
+    """A condition of log.alerts has held for as long as it has to."""
+
+    step: int
+    alert: int
+    """Its place in log.alerts."""
+    metric: str
+    comparison: str
+    """above or below"""
+    limit: float
+    value: float
+    """Of the metric, at `step`."""
+    for_steps: int
+    severity: str
+    """info, warning or critical"""
+    action: str
+    """log, webhook or stop"""
+
+
+@dataclass(frozen=True)
 class CheckpointSaved:
     """A checkpoint that is published."""
 
@@ -244,6 +264,7 @@ Event = (
     | StepsProfiled
     | SlowRank
     | PaceMeasured
+    | AlertRaised
     | EvalDone
     | CheckpointSaved
     | Sampled
@@ -277,6 +298,7 @@ NAMES: dict[type, str] = {
     StepsProfiled: "profile",
     SlowRank: "slow",
     PaceMeasured: "pace",
+    AlertRaised: "alert",
     EvalDone: "eval",
     CheckpointSaved: "checkpoint",
     Sampled: "sample",

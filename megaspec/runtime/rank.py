@@ -22,15 +22,16 @@ from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
 from megaspec.core import counted
 from megaspec.core.bounded_json import MAX_BYTES
-from megaspec.core.errors import HangError, MegaspecError, MemoryRunOut, Preempted, RecipeError, printable
+from megaspec.core.errors import AlertStop, HangError, MegaspecError, MemoryRunOut, Preempted, RecipeError, printable
 from megaspec.core.regular_files import read_inside
 from megaspec.launcher import beat as beats
 from megaspec.launcher import exit_file
 from megaspec.launcher.loopback import listen_at
 from megaspec.launcher.memory_kills import memory_kills
 from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
-from megaspec.launcher.stop import seconds_since_request, watch_signals
+from megaspec.launcher.stop import ask_to_stop, seconds_since_request, stopped_because, watch_signals
 from megaspec.log import prediction
+from megaspec.log.alerts import Alerts
 from megaspec.log.background import CLOSE_SECONDS
 from megaspec.log.events import RunEnded, RunStarted
 from megaspec.log.prediction import Prediction
@@ -198,7 +199,7 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
                 builders=builders.sinks,
                 close_seconds=partial(patience_with_sinks, spec.launcher.grace_seconds),
             )
-            run.emit = stack.enter_context(sinks)
+            run.emit = Alerts(spec.log.alerts, stack.enter_context(sinks), stop=ask_to_stop)
         if beats.current() is None and me.rank == 0:
             stack.enter_context(
                 OwnHeartbeat(run_dir, position, attempt=me.attempt, world_size=me.world_size, is_ours=is_ours)
@@ -207,13 +208,24 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
         run.emit(run.started)
         how = "failed"
         try:
-            run.train()
+            train_until_stopped(run)
             how = "done"
         except MegaspecError as error:
             how = type(error).__name__
             raise
         finally:
             run.emit(RunEnded(step=run.step, how=how))
+
+
+def train_until_stopped(run: Run) -> None:
+    """Trains. Raises AlertStop in place of Preempted where an alert of this rank asked the run to stop."""
+    try:
+        run.train()
+    except Preempted as error:
+        reason = stopped_because()
+        if not reason:
+            raise
+        raise AlertStop(f"{reason}; {error}") from error
 
 
 def patience_with_sinks(grace_seconds: float) -> float:
@@ -350,7 +362,7 @@ def started(spec: Spec, run_dir: Path, *, step: int, attempt: int) -> RunStarted
 
 def leave_world(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
     """Ends the process groups, unless this rank failed: others may then never come, and NCCL would wait for them."""
-    if kind is None or issubclass(kind, Preempted):
+    if kind is None or issubclass(kind, (Preempted, AlertStop)):
         dist.destroy_process_group()
     return False
 

@@ -30,6 +30,7 @@ def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keyw
     full    from that time on there is no space left on the disk
     halt    at that time it stops where it is, alive (SIGSTOP)
     halt all  at that time it stops every rank, itself last
+    environment  the variable `point` is `mark` in its environment
     slow    from that time on it takes `seconds` longer each time
     sleep   at that time it goes on with nothing, alive
     lose    at that time another job takes the run over, as it may when this one has stood still for long
@@ -62,6 +63,8 @@ def _arm(run_dir: str, *, kind: str, point: str = "", count: int = 1, seconds: f
             faults.arm(point, _raise, count=count)
         case "full":
             faults.arm(point, _disk_is_full, count=count)
+        case "environment":
+            os.environ[point] = mark
         case "slow":
             faults.arm(point, lambda: _compute(seconds), count=count)
         case "halt":
