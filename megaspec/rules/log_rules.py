@@ -34,17 +34,20 @@ def sinks_are_installed(case: Case) -> Problem | None:
 
 
 def no_password_in_an_address(case: Case) -> Problem | None:
-    """An address holds no user and no password: recipes and run folders are read by others."""
+    """An address holds no user, no password and no query: recipes and run folders are read by others."""
     for number, sink in enumerate(case.recipe.log.sinks):
         if sink.kind != "mlflow" or sink.tracking_uri is None:
             continue
         scheme, _, place = sink.tracking_uri.partition("://")
         host, _, _ = place.partition("/")
+        key = f"log.sinks.{number}.tracking_uri"
+        remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         if "@" in host:
-            key = f"log.sinks.{number}.tracking_uri"
             shown = f"{key}={scheme}://***@{host.rpartition('@')[2]}"
-            text = f"{shown} must hold no user or password; leave them out of it"
-            return Problem(key, f"{text}, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
+            return Problem(key, f"{shown} must hold no user or password; leave them out of it, and {remedy}")
+        if "?" in place:
+            shown = f"{key}={scheme}://{host.partition('?')[0]}?***"
+            return Problem(key, f"{shown} must hold no query, which may be a key; leave it out, and {remedy}")
     return None
 
 
