@@ -88,7 +88,7 @@ RUNS = {
         "parallelism.recompute={kind: full, method: block, layers: 1}",
         "log.sinks=[{kind: wandb}, {kind: mlflow}, {kind: trackio}]",
         "log.alerts=[{metric: loss, comparison: below, value: 100, action: webhook}]",
-        "log.webhook={url_variable: TEST_WEBHOOK_URL}",
+        "log.webhook={url_variable: TEST_WEBHOOK_URL, events: []}",
     ),
     "loaded": (
         "model.positions.scaling={kind: llama3}",
@@ -210,6 +210,7 @@ def pretend_services(patch: pytest.MonkeyPatch) -> None:
         patch.setitem(sys.modules, f"megaspec.log.{name}", None)
         del sys.modules[f"megaspec.log.{name}"]
     patch.setenv("TRACKIO_DIR", "")
+    patch.setenv("TEST_WEBHOOK_URL", "http://127.0.0.1:9")
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,8 @@ class WebhookSink:
     be sent."""
 
     def __init__(self, webhook: WebhookSpec, run_dir: Path, *, name: str, address: str, pause: float = _FIRST_PAUSE):
-        self._webhook = webhook
+        self._events = frozenset(webhook.events)
+        self._timeout_seconds = webhook.timeout_seconds
         self._run = {"run": name, "run_dir": str(run_dir)}
         self._address = address
         self._pause = pause
@@ -70,7 +71,7 @@ class WebhookSink:
 
     def __call__(self, event: Event) -> None:
         kind = NAMES[type(event)]
-        if kind not in self._webhook.events or not _is_wanted(event):
+        if kind not in self._events or not _is_wanted(event):
             return
         body = {"version": VERSION, **self._run, "event": kind, "time": time.time(), "text": self._text(event)}
         body |= plain(asdict(event))
@@ -90,7 +91,7 @@ class WebhookSink:
             if number:
                 time.sleep(self._pause * 2 ** (number - 1))
             try:
-                with self._opener.open(request, timeout=self._webhook.timeout_seconds) as answer:
+                with self._opener.open(request, timeout=self._timeout_seconds) as answer:
                     answer.read(_MOST_ANSWER)
                     if 200 <= answer.status < 300:
                         return
