@@ -68,7 +68,8 @@ def publish(word: list[int] | memoryview, at: int, *, tell_groups: Callable[[lis
     tell_groups(group_names())
     word[at] = _counter.now
     _counter.word = word
-    _counter.at = at
+    # a plain number: an enum costs more at every collective
+    _counter.at = int(at)
 
 
 def forget() -> None:

@@ -63,7 +63,7 @@ class StepClock:
     """Seconds of each step: by events on a GPU, since the host runs ahead of it."""
 
     def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
+        self.is_cuda = device.type == "cuda"
         self.restart()
 
     def restart(self) -> None:
@@ -72,7 +72,7 @@ class StepClock:
 
     def mark(self) -> Mark:
         """The point in time when the device has done all that it was given so far."""
-        if not self._cuda:
+        if not self.is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -82,14 +82,14 @@ class StepClock:
         """Waits until the device has passed `mark`. -> seconds from the last lap to it."""
         last = self._last
         self._last = mark
-        if not self._cuda:
+        if not self.is_cuda:
             return mark - last
         mark.synchronize()
         return self.between(last, mark)
 
     def between(self, first: Mark, second: Mark) -> float:
         """Seconds between two points in time, both of which the device has passed."""
-        if not self._cuda:
+        if not self.is_cuda:
             return second - first
         return first.elapsed_time(second) / 1e3  # from milliseconds
 
@@ -122,7 +122,9 @@ class PhaseMarks:
         """By phase, in the words of SlowRank, without what was spent inside of collectives (on a GPU not known)."""
         own = []
         for seconds, (before, after) in zip(self.seconds().values(), pairwise(self._inside), strict=True):
-            own.append(max(0.0, seconds - (after - before)))
+            # of a GPU's collectives the host knows only how long it took to ask for them
+            waited = 0.0 if self._clock.is_cuda else after - before
+            own.append(max(0.0, seconds - waited))
         forward_backward, reduce, update = own
         forward = min(forward_backward, self._passes.seconds(self._clock.between))
         return {

@@ -173,7 +173,7 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
             inspect = partial(objections, run=spec)
             token = on_first(comm, lambda: begin(run_dir, lock, inspect))
             record = stack.enter_context(Ending(RunLock.held(run_dir, token), me.rank, inspect)).record
-        timeout = timedelta(seconds=me.timeout_seconds)
+        timeout = collective_timeout(me, device)
         position = Position(device)
         stack.enter_context(explained(spec, run_dir, position, me))
         stack.enter_context(bounded(position, me, record=record))
@@ -386,10 +386,19 @@ def leave_room(spec: Spec, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(max(0.5, share), device)
 
 
+def collective_timeout(me: RankInfo, device: torch.device) -> timedelta:
+    """The bound of a group's collectives. NCCL's own end of a rank says nothing of the others, and takes from them who
+    could: it gets longer than who watches needs to tell where every rank stands."""
+    seconds = me.timeout_seconds
+    if device.type == "cuda":
+        seconds += _GRACE + _WATCHER_SECONDS + 5.0
+    return timedelta(seconds=seconds)
+
+
 def join_world(me: RankInfo, device: torch.device) -> None:
     """Makes the default process group."""
     counted.forget()
-    timeout = timedelta(seconds=me.timeout_seconds)
+    timeout = collective_timeout(me, device)
     meeting: dist.Store
     if isinstance(me.store, FileRendezvous):
         meeting = dist.FileStore(me.store.path, me.world_size)
