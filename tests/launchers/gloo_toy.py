@@ -53,10 +53,13 @@ def sums(
 
 
 def meets(run_dir: str, *, rank: int, world_size: int, store: FileRendezvous, timeout_seconds: float, **_: Any) -> int:
-    """Sums once, and stays for a moment."""
+    """Sums once, and stays until somebody has looked: the file `seen`."""
     join(rank, world_size, store, timeout_seconds)
     dist.all_reduce(torch.ones(1))
-    time.sleep(0.5)
+    Path(run_dir, f"met-{rank}").touch()
+    end = time.monotonic() + 60
+    while not Path(run_dir, "seen").exists() and time.monotonic() < end:
+        time.sleep(0.02)
     return 0
 
 

@@ -63,7 +63,10 @@ def addresses_of_a_run(run: Path, entry: str, how: str) -> set[str]:
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as launcher:
         process = psutil.Process(launcher.pid)
         while launcher.poll() is None:
+            have_met = len(list(run.glob("met-*"))) == 2
             found |= listening(process)
+            if have_met:
+                (run / "seen").touch()
             time.sleep(0.02)
         said = launcher.stderr.read().decode()
     assert launcher.returncode == 0, said
