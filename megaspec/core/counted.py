@@ -111,7 +111,8 @@ def _begin(name: int, group: dist.ProcessGroup | None) -> int:
             described = _WORLD
         elif described == "undefined":
             described = f"group {key}"  # nobody named it
-        found = _Group(len(_counter.groups), described)
+        # twelve bits of a word: groups beyond share the last number
+        found = _Group(min(len(_counter.groups), 4095), described)
         _counter.groups[key] = found
         _counter.tell_groups(group_names())
     found.count += 1
