@@ -6,7 +6,7 @@ BIN := .venv/bin
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(CURDIR)/launchers
 
 .DEFAULT_GOAL := help
-.PHONY: help install train kernels test test-slow test-gpu lint format bench golden matrix
+.PHONY: help install train kernels test test-slow test-gpu lint format bench golden hashes matrix
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,18 +56,24 @@ bench: .venv/megatron ## measure training, checkpoints and data preparation; a J
 golden: .venv/.installed-dev ## write the golden files that are our own: look at the difference before you commit it
 	$(BIN)/python -m tests.write_golden
 
+hashes: | .venv/.installed ## write the hashes of what requirements*.txt pin, after a pin was changed
+	$(BIN)/python -m pip install --quiet --target .venv/uv uv==0.13.9
+	PYTHONPATH=.venv/uv $(BIN)/python -m tests.write_hashes
+
 matrix: .venv/.installed-dev ## write the tables in tests/parity/README.md: which layouts are held to one rank
 	$(BIN)/python -m tests.parity.matrix
 
-.venv/.installed: requirements.txt pyproject.toml
+.venv/.installed: requirements.txt requirements-torch.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; set PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --requirement requirements-torch.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-.venv/.installed-dev: .venv/.installed requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
+.venv/.installed-dev: .venv/.installed requirements-dev.txt requirements-triton.txt
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --requirement requirements-triton.txt
 	touch $@
 
 # What blends and data preparation are compared with; nothing of ours imports it.

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -106,6 +107,8 @@ def test_editable_install_works_from_another_folder(tmp_path):
 
 
 TRAINING, DEVELOPMENT = ROOT / "requirements.txt", ROOT / "requirements-dev.txt"
+WITHOUT_HASHES = {TRAINING: ROOT / "requirements-torch.txt", DEVELOPMENT: ROOT / "requirements-triton.txt"}
+"""What depends on the index that pip reads, beside the file that everything else of its kind stands in."""
 TRAINING_EXTRAS = ("gpu", "hf", "tensorboard")
 DEVELOPMENT_EXTRAS = ("dev", "parquet", "sentencepiece", "sweep", "wandb")
 SERVICE_EXTRAS = ("mlflow", "trackio")
@@ -117,10 +120,10 @@ GPU_EXTRAS = ("te", "fa", "cudnn", "dali")
 def pins_in(file: Path) -> dict[str, Requirement]:
     """The pinned requirements of a file, by canonical name; each must be exact and stand there once."""
     pins: dict[str, Requirement] = {}
-    for line in file.read_text().splitlines():
-        if line.startswith(("#", "-r ")):
+    for line in (file.read_text() + WITHOUT_HASHES[file].read_text()).splitlines():
+        if line.startswith(("#", "-r ")) or line.strip().startswith("--hash="):
             continue
-        pin = Requirement(line)
+        pin = Requirement(line.rstrip("\\ "))
         name = canonicalize_name(pin.name)
         assert [one.operator for one in pin.specifier] == ["=="], line
         assert name not in pins, line
@@ -192,6 +195,23 @@ def test_development_pins_only_what_training_has_not():
     assert training | development == installed_closure(required_by(TRAINING_EXTRAS) + required_by(DEVELOPMENT_EXTRAS))
 
 
+@pytest.mark.parametrize("file", [TRAINING, DEVELOPMENT], ids=["training", "development"])
+def test_every_pin_has_the_hashes_of_its_files(file: Path):
+    """pip installs nothing of a file in which one pin has none, and `make` says that it has to look."""
+    entries = re.split(
+        r"^(?=[A-Za-z])", re.sub(r"^(#|-r ).*\n", "", file.read_text(), flags=re.MULTILINE), flags=re.MULTILINE
+    )
+    entries = [entry for entry in entries if entry.strip()]
+    assert len(entries) > 40
+    for entry in entries:
+        assert re.fullmatch(r"[\w.-]+==\S+( ; [^\\]+)?( \\\n    --hash=sha256:[0-9a-f]{64})+\n", entry), entry
+    apart = set()
+    for line in WITHOUT_HASHES[file].read_text().splitlines():
+        if not line.startswith("#"):
+            apart.add(Requirement(line).name)
+    assert apart == {"torch" if file == TRAINING else "triton"}
+
+
 @pytest.mark.parametrize("name", ["transformers", "sentencepiece", "pytest", "ruff", "pyarrow"])
 def test_who_trains_does_not_install_it(name: str):
     assert name in pins_in(DEVELOPMENT)
@@ -207,5 +227,7 @@ def commands_of(target: str) -> str:
 @pytest.mark.parametrize(("target", "is_development"), [("train", False), ("test", True), ("lint", True)])
 def test_make_installs_what_a_target_needs(target: str, is_development: bool):
     commands = commands_of(target)
-    assert commands.count("--requirement requirements.txt") == 1
+    assert commands.count("--require-hashes --requirement requirements.txt") == 1
+    # behind what has hashes, so that nothing of its needs is taken without one
+    assert commands.index("requirements.txt") < commands.index("--requirement requirements-torch.txt")
     assert ("requirements-dev.txt" in commands) == is_development

@@ -87,6 +87,8 @@ RUNS = {
         "train.batch_ramp={start: 2, increment: 2, samples: 4}",
         "parallelism.recompute={kind: full, method: block, layers: 1}",
         "log.sinks=[{kind: wandb}, {kind: mlflow}, {kind: trackio}]",
+        "log.alerts=[{metric: loss, comparison: below, value: 100, action: webhook}]",
+        "log.webhook={url_variable: TEST_WEBHOOK_URL, events: []}",
     ),
     "loaded": (
         "model.positions.scaling={kind: llama3}",
@@ -208,6 +210,7 @@ def pretend_services(patch: pytest.MonkeyPatch) -> None:
         patch.setitem(sys.modules, f"megaspec.log.{name}", None)
         del sys.modules[f"megaspec.log.{name}"]
     patch.setenv("TRACKIO_DIR", "")
+    patch.setenv("TEST_WEBHOOK_URL", "http://127.0.0.1:9")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from megaspec_launchers.outcome import HANG, INTERNAL, MEMORY, PREEMPTED, WORTH_
 from megaspec_launchers.rank_factory import RankFactory, ServerGone
 from megaspec_launchers.signals import StopRequests
 from megaspec_launchers.standing import UNKNOWN, Standing, is_halted, main_stack
+from megaspec_launchers.watch import ANSWER_SECONDS, LOOK_SECONDS, Hang, Watch
 
 ENTRY = "megaspec.runtime.rank:main"
 # torch.optim imports the compiler when an optimizer is made: two seconds, here once instead of in every rank.
@@ -52,6 +53,7 @@ def launch(
     arguments: dict[str, Any] | None = None,
     factory: RankFactory | None = None,
     is_ours: Callable[[], bool] = lambda: True,
+    writes_heartbeat: bool = False,
 ) -> int:
     """Runs `ranks` processes until all have ended. -> the exit code of the run (core/errors.py).
 
@@ -65,10 +67,12 @@ def launch(
     later, or when a second signal comes, are killed. When a rank fails, the others are stopped; when the failure is one
     that another attempt may not meet, ranks are started again, at most `max_restarts` times. Once the first rank has
     ended well, the others have `timeout_seconds`. Ranks never outlive this process. SIGUSR2 makes every rank write its
-    stacks, and stops nothing.
+    stacks, and stops nothing. A rank that does not get on for `timeout_seconds`, or is frozen for as long, ends the
+    attempt with 74, and where every rank stood is told within 5 s (watch.py).
 
     `factory`: where ranks come from, when several launches share one; it is left open. `is_ours`: whether this job
-    still has the run folder; what rank 0 says goes to its log only then. Call in the main thread. WriteError: the log
+    still has the run folder; what rank 0 says goes to its log only then. `writes_heartbeat`: into run_dir, for probes
+    and for who watches this process (megaspec/launcher/heartbeat.py). Call in the main thread. WriteError: the log
     files can't be made, or are no plain files.
     """
     own_factory = None
@@ -86,12 +90,22 @@ def launch(
                     "timeout_seconds": timeout_seconds,
                     **(arguments or {}),
                 }
+                watch = Watch(
+                    store=keywords["store"]["path"],
+                    world_size=ranks,
+                    attempt=attempt,
+                    timeout_seconds=timeout_seconds,
+                    run_dir=run_dir,
+                    writes_heartbeat=writes_heartbeat,
+                    is_ours=is_ours,
+                )
                 times = {"grace_seconds": grace_seconds, "timeout_seconds": timeout_seconds}
-                outcome = _Attempt(run_dir, entry, keywords, factory, stop, is_ours, **times).run()
+                outcome = _Attempt(run_dir, entry, keywords, factory, stop, is_ours, watch, **times).run()
                 if outcome.code not in WORTH_ANOTHER_ATTEMPT or stop.count:
                     break
                 if attempt < max_restarts:
                     _say(f"starting again, restart {attempt + 1} of {max_restarts}")
+            watch.end(outcome.code)
             return outcome.code
     finally:
         if own_factory is not None:
@@ -124,6 +138,7 @@ class _Attempt:
     factory: RankFactory
     stop: StopRequests
     is_ours: Callable[[], bool]
+    watch: Watch
     grace_seconds: float
     timeout_seconds: float
     running: dict[int, _Rank] = field(default_factory=dict)
@@ -146,6 +161,14 @@ class _Attempt:
     """Monotonic seconds at which it is shown although no rank has failed."""
     asked_at: list[int] = field(default_factory=list)
     """Bytes in each rank's log when ranks were asked for their stacks before they are killed."""
+    hang: Hang | None = None
+    """Why ranks were asked where they are, until that is told."""
+    told_at: float = float("inf")
+    """Monotonic seconds at which it is told, with what was answered by then."""
+    is_hang_told: bool = False
+    """Where every rank stood was told: later places are those of its consequences."""
+    are_stacks_wanted: bool = False
+    """Ranks that have not answered were asked by a signal."""
 
     def run(self) -> Outcome:
         if self.stop.count:
@@ -222,14 +245,12 @@ class _Attempt:
                     files=(nothing.fileno(), output, errors),
                 )
                 self.running[pid] = _Rank(rank, pid)
+                self.watch.add(rank, pid)
 
     def _wait(self) -> None:
         """Until something happens or the deadline is there; takes in what happened."""
-        timeout = None  # for ever
-        until = min(self.deadline, self.held_until)
-        if until < float("inf"):
-            timeout = max(0.0, until - time.monotonic())
-        ready = self._selector.select(timeout)
+        until = min(self.deadline, self.held_until, self.told_at, time.monotonic() + LOOK_SECONDS)
+        ready = self._selector.select(max(0.0, until - time.monotonic()))
         for key, _ in ready:
             if key.fileobj is self.stop:
                 self.stop.clear()
@@ -241,6 +262,7 @@ class _Attempt:
 
     def _ended(self, message: dict[str, Any]) -> None:
         rank = self.running.pop(message["ended"])
+        self.watch.ended(rank.rank)
         # a rank whose end is heard of only now may have been dead already when the signal was sent to it
         by_launcher = message["at"] >= rank.signals.get(message["signal"], float("inf"))
         end = RankEnd(rank.rank, message["code"], message["signal"], by_launcher, rank.standing, ended_at=message["at"])
@@ -255,6 +277,7 @@ class _Attempt:
         """Passes requests on, shows what was held back in vain, and kills ranks whose time is over."""
         if time.monotonic() >= self.held_until:
             self._show_held()
+        self._look()
         if self.stop.stacks > self.stacks_told:
             self.stacks_told = self.stop.stacks
             _say(f"{signal.Signals(STACKS).name}: every rank writes its stacks to its log and goes on")
@@ -262,6 +285,7 @@ class _Attempt:
         # the first request to stop asks ranks, the second kills them
         if self.stop.count > self.stopping:
             self.stopping = self.stop.count
+            self.watch.state = "stopping"
             if self.stopping == 1:
                 _say(
                     f"{self.stop.last}: ranks finish their step and save, within {self.grace_seconds:g} s; "
@@ -284,13 +308,57 @@ class _Attempt:
                 self._signal_all(STACKS)
                 self.deadline = time.monotonic() + STACKS_SECONDS
 
+    def _look(self) -> None:
+        """Whether ranks get on. Where one hangs, all are asked where they are, that is told, and they are killed."""
+        found = self.watch.look(self.factory.pid)
+        if self.is_killed:
+            return
+        # one that ends by itself may be asked already; that it hangs all the same counts more
+        if found is not None and (self.hang is None or (self.hang.by_rank and not found.by_rank)):
+            self.hang = found
+            self.asked_at = self._log_sizes()
+            self.are_stacks_wanted = False
+            self.told_at = time.monotonic() + ANSWER_SECONDS
+            self.watch.ask()
+        if self.hang is None or time.monotonic() < self.told_at:
+            return
+        if not self.are_stacks_wanted:
+            self.are_stacks_wanted = True
+            silent = self.watch.silent()
+            for pid in silent:
+                if pid in self.running:
+                    self.factory.signal(pid, STACKS)
+            if silent:
+                self.told_at = time.monotonic() + STACKS_SECONDS
+                return
+        self._tell_hang(self.hang)
+
+    def _tell_hang(self, hang: Hang) -> None:
+        self.hang = None
+        self.told_at = float("inf")
+        # a rank that failed by itself explains why others miss it: that is told when all have ended
+        is_explained = any(end.explains_others for end in self.ends)
+        if self.is_hang_told:
+            _say(hang.reason)  # where ranks stood was told when it began
+        elif not hang.by_rank or not is_explained:
+            self.is_hang_told = True
+            reports = self.watch.reports(lambda rank: self._written(rank, since=self.asked_at[rank]))
+            self.watch.tell(hang, reports, _say)
+        self.watch.told()
+        if hang.by_rank:
+            return  # it ends by itself, and says why
+        self.watch.state = "hung"
+        self._kill_all()
+        if is_halted(self.factory.pid):
+            self._give_up()
+
     def _give_up(self) -> None:
         """Killed ranks have not been heard of: the server that reports them is stopped, or the kernel holds a rank."""
         ranks = ", ".join(str(rank.rank) for rank in self.running.values())
         why = ""
         if is_halted(self.factory.pid):
             why = "; the process that starts ranks, and hears of their ends, was stopped (SIGSTOP, or a debugger)"
-        _say(f"no end of rank {ranks} was heard of {AFTER_KILL_SECONDS:g} s after the kill{why}")
+        _say(f"no end of rank {ranks} was heard of after the kill{why}")
         self.is_given_up = True
         self.deadline = float("inf")
         self.factory.kill()

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from megaspec.launcher.loopback import loopback_variables
+
 _SERVER = Path(__file__).with_name("rank_server.py")
 # How long the server may take to end once nobody speaks to it. It sends signals and leaves, and waits for nothing.
 _LEAVES_SECONDS = 10.0
@@ -52,7 +54,7 @@ class RankFactory:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={"OMP_NUM_THREADS": str(self._threads)} | dict(os.environ),
+            env={"OMP_NUM_THREADS": str(self._threads)} | dict(os.environ) | loopback_variables(),
         )
         theirs.close()
         self._socket = ours

@@ -164,6 +164,9 @@ def run(job: Job) -> int:
     module, _, function = job.entry.partition(":")
     main = getattr(importlib.import_module(module), function)
     store = importlib.import_module("megaspec.launcher.rendezvous").FileRendezvous(**job.keywords["store"])
+    # before anything that can take long: from here on the launcher sees whether this rank lives
+    beat = importlib.import_module("megaspec.launcher.beat")
+    beat.begin(beat.page_path(store.path, job.keywords["rank"]))
     try:
         return main(job.run_dir, **(job.keywords | {"store": store}))
     except errors.MegaspecError as error:

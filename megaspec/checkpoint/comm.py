@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megaspec.checkpoint.files import UnreadableError
+from megaspec.core import counted
 from megaspec.core.errors import CheckpointError, MegaspecError, RunLockedError, UsageError, WriteError
 
 T = TypeVar("T")
@@ -68,23 +69,23 @@ class DistComm:
         data = self._bytes(value)
         length = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length, group=self.group)
+        counted.all_gather(lengths, length, group=self.group)
         counts = torch.cat(lengths).tolist()
         # all_gather takes tensors of one size: all are as long as the longest
         padded = torch.zeros(max(counts), dtype=torch.uint8, device=self.device)
         padded[: data.numel()] = data
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(gathered, padded, group=self.group)
+        counted.all_gather(gathered, padded, group=self.group)
         return [_value(data[:count]) for data, count in zip(gathered, counts, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
         data = self._bytes(value if self.rank == 0 else None)
         length = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
-        dist.broadcast(length, group=self.group, group_src=0)
+        counted.broadcast(length, group=self.group, group_src=0)
         if self.rank != 0:
             data = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
-        dist.broadcast(data, group=self.group, group_src=0)
+        counted.broadcast(data, group=self.group, group_src=0)
         return _value(data)
 
     def _bytes(self, value: Any) -> torch.Tensor:

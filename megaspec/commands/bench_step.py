@@ -20,6 +20,8 @@ from megaspec.core.errors import Problem, RecipeError, WriteError, printable
 from megaspec.data.files import write_text
 from megaspec.estimate.target import Target, detect_target
 from megaspec.estimate.throughput import read_throughput
+from megaspec.launcher.loopback import bind_to_loopback
+from megaspec.launcher.run_secret import job_of_parent, take_secret
 from megaspec.log.events import StepsProfiled
 from megaspec.log.prediction import FILE_NAME
 from megaspec.log.profile_table import table_lines
@@ -111,7 +113,9 @@ def _join(args: argparse.Namespace, place: RankPlace, folder: Path, ranks: list[
         _prepare(args, detect_target(), folder, ranks)
         return str(folder)
 
-    return join(make, **vars(place), entry=partial(main, **arguments))
+    secret = take_secret(os.environ, world_size=place.world_size, job=job_of_parent(place.store.prefix))
+    bind_to_loopback(os.environ, world_size=place.world_size)
+    return join(make, **vars(place), secret=secret, entry=partial(main, **arguments))
 
 
 def _prepare(args: argparse.Namespace, target: Target, folder: Path, ranks: list[int]) -> Spec:

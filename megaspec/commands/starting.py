@@ -18,8 +18,11 @@ from megaspec.data.stream_files import described
 from megaspec.estimate.target import Target, detect_target
 from megaspec.hf.companions import kept_companions, read_companions, refuse_other_vocabulary
 from megaspec.launcher import exit_file
+from megaspec.launcher.loopback import bind_to_loopback
+from megaspec.launcher.run_secret import job_of_parent, take_secret
 from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import write_environment
+from megaspec.log.webhook import address_of
 from megaspec.plan.promise import promise_of_change
 from megaspec.plan.report import print_plan
 from megaspec.plugins import loaded
@@ -85,7 +88,9 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
                     prepared.lock.release()
             return str(prepared.folder)
 
-        return join(make, **vars(place))
+        secret = take_secret(os.environ, world_size=place.world_size, job=job_of_parent(place.store.prefix))
+        bind_to_loopback(os.environ, world_size=place.world_size)
+        return join(make, **vars(place), secret=secret)
     prepared = prepare(target)
     assert prepared.lock is not None, "a run without its lock"
     with ExitStack() as stack:
@@ -105,6 +110,7 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
                 timeout_seconds=prepared.spec.launcher.timeout_seconds,
                 arguments={"lock_token": prepared.lock.token, "plugins": loaded()},
                 is_ours=prepared.lock.is_ours,
+                writes_heartbeat=True,
             )
         except MegaspecError as error:
             _ended(prepared, error.exit_code)
@@ -249,6 +255,8 @@ def _record(folder: Path) -> None:
 
 
 def _show(spec: Spec, target: Target) -> None:
+    if spec.log.webhook is not None:
+        address_of(spec.log.webhook, os.environ)  # raises before a rank is started
     data = ""
     if isinstance(spec.data, StreamSpec):
         data = described(spec.data)

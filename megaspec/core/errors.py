@@ -1,5 +1,6 @@
 """Errors that a user can cause or has to act on. Each class carries the exit code that schedulers read."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,16 @@ def printable(text: str, *, keep: str = "") -> str:
             character = character.encode("unicode_escape").decode()
         characters.append(character)
     return "".join(characters)
+
+
+def without_secrets(text: str, *, key: str) -> str:
+    """A message about `key` with stars for what addresses in it may hold of secrets: user, password and query, and the
+    path of a webhook."""
+    text = re.sub(r"(\w+://)[^/@\s]*@", r"\1***@", text)
+    text = re.sub(r"(\w+://[^?\s]*)\?[^\s=]*=[^\s,;)]*", r"\1?***", text)
+    if key.startswith("log.webhook"):
+        text = re.sub(r"(https?://[^/\s]*)/[^\s:;,]*", r"\1/***", text)
+    return text
 
 
 # Where a value was set that stands in no file.
@@ -36,6 +47,7 @@ class Problem:
         """One printable line, whatever a recipe holds."""
         for name in ("key", "message", "origin"):
             object.__setattr__(self, name, printable(getattr(self, name)))
+        object.__setattr__(self, "message", without_secrets(self.message, key=self.key))
 
     def __str__(self) -> str:
         if not self.origin:
@@ -114,6 +126,12 @@ class Preempted(MegaspecError):
 
 class NonFiniteError(MegaspecError):
     """A loss or gradient that is NaN or Inf."""
+
+    exit_code = 76
+
+
+class AlertStop(MegaspecError):
+    """An alert of the recipe stopped the run, which has saved: another start would go on to the same numbers."""
 
     exit_code = 76
 

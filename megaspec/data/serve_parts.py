@@ -8,6 +8,7 @@ from typing import Any
 
 from megaspec.core.errors import DataError, WriteError
 from megaspec.data.inputs import InputPart
+from megaspec.data.lifeline import end_with_parent
 
 Report = Callable[[dict[str, Any]], None]
 """Sends an event to the parent."""
@@ -21,6 +22,7 @@ def serve_parts(begin: Callable[[dict[str, Any], Report], Work]) -> int:
     `begin`: takes the first line, the settings, and makes what does the parts. Its DataError is told like one of a
     part's.
     """
+    end_with_parent(sys.argv)
     # Ctrl-C reaches the whole group; the parent decides what happens
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = json.loads(sys.stdin.readline())

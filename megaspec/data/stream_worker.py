@@ -15,6 +15,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megaspec.core.errors import DataError
+from megaspec.data.lifeline import end_with_parent
 from megaspec.data.spec import StreamSpec
 from megaspec.data.stream_lane import Lane, Packed, StreamOrder
 
@@ -82,6 +83,7 @@ class Lanes:
 
 def main() -> int:
     """Serve samples until standard input ends."""
+    end_with_parent(sys.argv)
     # Both reach the whole group. The rank decides what happens, and goes on reading until it has saved.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

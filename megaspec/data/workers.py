@@ -27,7 +27,7 @@ class WorkerDied(MegaspecError):
 
 
 def start_worker(module: str) -> subprocess.Popen:
-    """A process that runs a module of ours, with pipes to its standard input and output."""
+    """A process that runs a module of ours, with pipes to its standard input and output; it ends with this one."""
     path = str(_ROOT)
     given = os.environ.get("PYTHONPATH")
     if given:
@@ -36,7 +36,7 @@ def start_worker(module: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     # What the tokenizer's library fails on becomes an error of ours; its own stack says nothing to a user.
     environment["RUST_BACKTRACE"] = "0"
-    command = [sys.executable, "-P", "-m", module]
+    command = [sys.executable, "-P", "-m", module, str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 

@@ -38,7 +38,7 @@ MEANINGS = {
     73: "can't write",
     HANG: "a rank was killed, or a collective failed or hung: start again",
     75: "stopped, what was trained is saved: start again",
-    76: "non-finite numbers",
+    76: "non-finite numbers, or an alert of the recipe that stops the run",
     77: "suspected hardware",
     78: "another job has the run",
 }

@@ -19,6 +19,8 @@ _STDERR = 2
 _TRAIN = {"train", "resume"}
 
 _asked: list[int] = []
+"""Numbers of signals; 0: this process asks itself."""
+_reasons: list[str] = []
 _asked_at: list[float] = []
 _watching: list[int] = []
 _before_leaving: list[Callable[[], object]] = []
@@ -75,6 +77,19 @@ def watch_signals() -> None:
 def stop_requested() -> bool:
     """True once a signal of REQUESTS has arrived. Costs nothing: ask as often as you like."""
     return bool(_asked)
+
+
+def ask_to_stop(reason: str) -> None:
+    """From now on this process is asked to stop, as by a signal of REQUESTS; the first reason counts."""
+    _reasons.append(reason)
+    _note(0, None)
+
+
+def stopped_because() -> str:
+    """The reason of `ask_to_stop`; empty where nobody gave one, or a signal came before it."""
+    if not _reasons or _asked[0] != 0:
+        return ""
+    return _reasons[0]
 
 
 def seconds_since_request() -> float | None:

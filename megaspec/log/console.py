@@ -10,7 +10,9 @@ from typing import TextIO
 
 from megaspec.core.errors import printable
 from megaspec.core.units import counted
+from megaspec.log.alerts import alert_text
 from megaspec.log.events import (
+    AlertRaised,
     CheckpointSaved,
     EvalDone,
     Event,
@@ -18,6 +20,7 @@ from megaspec.log.events import (
     RunEnded,
     RunStarted,
     Sampled,
+    SlowRank,
     StepDone,
     StepsProfiled,
 )
@@ -62,6 +65,10 @@ class ConsoleSink:
                 self._step(event)
             case StepsProfiled():
                 self._line(printable("\n".join(table_lines(event)), keep="\n"))
+            case SlowRank():
+                self._line(printable(slow_text(event)))
+            case AlertRaised():
+                self._line(printable(f"step {event.step}  ALERT {alert_text(event)}"))
             case EvalDone():
                 self._evaluated(event)
             case CheckpointSaved():
@@ -172,6 +179,14 @@ def step_parts(
     if seconds > 0:
         parts.append(f"ETA {duration(seconds / len(recent) * (event.steps - event.step))}")
     return parts
+
+
+def slow_text(event: SlowRank) -> str:
+    """`step 250  rank 3 is slow (node2, cuda:3): 0.120 s a step, 24 %, most in backward, ...`."""
+    of = "a save" if event.phase == "save" else "a step"
+    text = f"step {event.step}  rank {event.rank} is slow ({event.host}, {event.device}): "
+    text += f"it loses {event.seconds:.3g} s {of}, {100 * event.share:.0f} %, most in {event.phase}"
+    return f"{text}, which takes the others {event.usual_seconds:.3g} s"
 
 
 def quantity(number: float) -> str:

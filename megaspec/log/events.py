@@ -173,6 +173,64 @@ class StepsProfiled:
 
 
 @dataclass(frozen=True)
+class SlowRank:
+    """A rank that has been behind the others for tens of steps, by its time outside of collectives."""
+
+    step: int
+    rank: int
+    host: str
+    device: str
+    phase: str
+    """In which it loses most: data, forward, backward, reduce_gradients, optimizer, save, or device, a product of
+    matrices that is the same on every GPU."""
+    seconds: float
+    """That it loses in a step, or in a save."""
+    usual_seconds: float
+    """What that phase takes on the others."""
+    share: float
+    """`seconds` over what the whole step, or the save, should take."""
+
+
+@dataclass(frozen=True)
+class PhaseOfRanks:
+    """How long ranks take for a phase by themselves, in seconds of a step."""
+
+    median: float
+    slowest: float
+    rank: int
+    """The slowest."""
+
+
+@dataclass(frozen=True)
+class PaceMeasured:
+    """How long ranks take by themselves, every 50th step."""
+
+    step: int
+    phases: dict[str, PhaseOfRanks]
+    """By phase, as in SlowRank."""
+
+
+@dataclass(frozen=True)
+class AlertRaised:
+    """A condition of log.alerts has held for as long as it has to."""
+
+    step: int
+    alert: int
+    """Its place in log.alerts."""
+    metric: str
+    comparison: str
+    """above or below"""
+    limit: float
+    value: float
+    """Of the metric, at `step`."""
+    for_steps: int
+    severity: str
+    """info, warning or critical"""
+    action: str
+    """log, webhook or stop"""
+
+
+@dataclass(frozen=True)
 class CheckpointSaved:
     """A checkpoint that is published."""
 
@@ -199,7 +257,19 @@ class RunEnded:
     """"done", "failed", or the name of the error that ended it."""
 
 
-Event = RunStarted | StepDone | RoutersDone | StepsProfiled | EvalDone | CheckpointSaved | Sampled | RunEnded
+Event = (
+    RunStarted
+    | StepDone
+    | RoutersDone
+    | StepsProfiled
+    | SlowRank
+    | PaceMeasured
+    | AlertRaised
+    | EvalDone
+    | CheckpointSaved
+    | Sampled
+    | RunEnded
+)
 Emit = Callable[[Event], None]
 
 TIMED = (
@@ -226,6 +296,9 @@ NAMES: dict[type, str] = {
     StepDone: "step",
     RoutersDone: "routers",
     StepsProfiled: "profile",
+    SlowRank: "slow",
+    PaceMeasured: "pace",
+    AlertRaised: "alert",
     EvalDone: "eval",
     CheckpointSaved: "checkpoint",
     Sampled: "sample",

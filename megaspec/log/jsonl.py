@@ -49,7 +49,7 @@ class JsonlSink:
 
     def __call__(self, event: Event) -> None:
         line = {"event": NAMES[type(event)], "time": round(time.time(), 3), **asdict(event)}
-        text = json.dumps(_plain(line), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False)
         self._waiting.append(text.encode(errors="backslashreplace") + b"\n")
         self._write_waiting()
 
@@ -152,12 +152,12 @@ def _step_of(line: bytes) -> int | None:
     return step
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A value of an event with texts for numbers that are not finite."""
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: plain(one) for name, one in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -7,7 +7,7 @@ which is of one step.
 
 from dataclasses import asdict
 
-from megaspec.log.events import CheckpointSaved, EvalDone, Event, RoutersDone, StepDone, StepsProfiled
+from megaspec.log.events import CheckpointSaved, EvalDone, Event, PaceMeasured, RoutersDone, StepDone, StepsProfiled
 
 SPLIT = "valid"
 """What the evaluated share of the training data is called, where no set has a name of its own."""
@@ -22,6 +22,8 @@ def scalars(event: Event) -> dict[str, float]:
             return _of_routers(event)
         case StepsProfiled():
             return _of_profile(event)
+        case PaceMeasured():
+            return _of_pace(event)
         case EvalDone():
             return _of_evaluation(event)
         case CheckpointSaved():
@@ -35,6 +37,14 @@ def _known(event: StepDone) -> dict[str, float]:
     for name, value in asdict(event).items():
         if name not in ("step", "steps") and value is not None:
             found[name] = float(value)
+    return found
+
+
+def _of_pace(event: PaceMeasured) -> dict[str, float]:
+    found = {}
+    for phase, one in event.phases.items():
+        found[f"pace/{phase}/median"] = one.median
+        found[f"pace/{phase}/slowest"] = one.slowest
     return found
 
 

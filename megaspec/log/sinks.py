@@ -4,6 +4,7 @@ metrics.jsonl, the console and TensorBoard write files of this machine, and do i
 log.sinks may be a service: each runs in a thread of its own.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from megaspec.log.background import CLOSE_SECONDS, BackgroundSink
 from megaspec.log.console import ConsoleSink
 from megaspec.log.events import Emit, Event
 from megaspec.log.jsonl import JsonlSink
-from megaspec.log.spec import LogSpec, MlflowSpec, TrackioSpec, WandbSpec
+from megaspec.log.remote import logged_run
+from megaspec.log.spec import LogSpec, MlflowSpec, TrackioSpec, WandbSpec, WebhookSpec
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -85,6 +87,13 @@ SERVICES: dict[type[Frozen], SinkBuilder] = {
     MlflowSpec: open_mlflow,
     TrackioSpec: open_trackio,
 }
+
+
+def webhook_opener(webhook: WebhookSpec, run_dir: Path) -> Callable[[], Sink]:
+    """Opens it later, in its thread. RecipeError: its address is not in the environment."""
+    module = import_module("megaspec.log.webhook")
+    address = module.address_of(webhook, os.environ)
+    return lambda: module.WebhookSink(webhook, run_dir, name=logged_run(run_dir).name, address=address)
 
 
 def nothing_to_check() -> None:
@@ -153,6 +162,8 @@ def open_sinks(
         tries(name, lambda name=name: open_one(name))
     for number, entry in enumerate(log.sinks):
         open_listed(f"log.sinks.{number}", entry)
+    if log.webhook is not None:
+        sinks["log.webhook"] = BackgroundSink(webhook_opener(log.webhook, run_dir), close_seconds=close_seconds)
     try:
         yield emit
     finally:

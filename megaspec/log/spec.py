@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaspec.core.frozen import Auto, Frozen, PositiveInt
+from megaspec.core.frozen import Auto, Frozen, PositiveFloat, PositiveInt
 from megaspec.core.kinds import Kinds
 
 SINK_KINDS = Kinds()
@@ -46,6 +46,34 @@ class TrackioSpec(Frozen):
     """`user/space` on Hugging Face that shows the run; null: offline."""
 
 
+class AlertSpec(Frozen):
+    """A condition on a number of the run, and what happens when it holds."""
+
+    metric: str
+    """A number of a step, or of an evaluation, as metrics.jsonl and the curves call it: loss, grad_norm, eval/loss."""
+    comparison: Literal["above", "below"]
+    value: float
+    """In the metric's unit."""
+    for_steps: PositiveInt = 1
+    """So many steps in a row, or evaluations, it has to hold: one that stands out is no alert."""
+    severity: Literal["info", "warning", "critical"] = "warning"
+    """What whoever is told makes of it."""
+    action: Literal["log", "webhook", "stop"] = "log"
+    """log: a line on the console and in metrics.jsonl. webhook: that, and log.webhook is told. stop: both, where there
+    is a webhook, and the run saves and ends with exit code 76."""
+
+
+class WebhookSpec(Frozen):
+    """An address that is told of events by HTTP POST, a JSON object each. It can't stop or delay a run."""
+
+    url_variable: Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]{0,127}$")] = "MEGASPEC_WEBHOOK_URL"
+    """The NAME of the environment variable that holds the address, which is a secret for most services."""
+    events: tuple[Literal["alert", "slow", "eval", "checkpoint", "start", "end"], ...] = ("alert", "slow", "end")
+    """Which events of metrics.jsonl are sent. `alert`: those whose action says so."""
+    timeout_seconds: PositiveFloat = 10.0
+    """Of one try; there are three."""
+
+
 class LogSpec(Frozen):
     """metrics.jsonl in the run folder is always written."""
 
@@ -59,3 +87,7 @@ class LogSpec(Frozen):
         (), exclude_if=lambda sinks: not sinks
     )
     """Services that the run is reported to, and sinks of plug-ins. None of them can stop or delay a run."""
+    alerts: tuple[AlertSpec, ...] = Field((), exclude_if=lambda alerts: not alerts)
+    """Conditions on the run's numbers, looked at after every step and evaluation."""
+    webhook: WebhookSpec | None = Field(None, exclude_if=lambda webhook: webhook is None)
+    """Who is told of alerts and of how the run ends; null: nobody."""

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megaspec.core import counted
 from megaspec.core.layout import Layout
 from megaspec.nn.each_norm import each_norm
 
@@ -64,5 +64,5 @@ def global_norm(square: Tensor, *, world_size: int) -> Tensor:
     """The norm over all parameters and ranks, a float64 scalar. `square`: see LocalNorms."""
     if world_size > 1:
         square = square.clone()
-        dist.all_reduce(square)
+        counted.all_reduce(square)
     return square.sqrt()

@@ -7,13 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megaspec.core import counted
 from megaspec.parallelism.flat import Division
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.spec import DpStrategy
-
-# torch 2.13 has other names for both
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -163,7 +160,7 @@ class Bucket:
         """Fills the whole weights, or bytes, from all ranks' shards."""
         buffer = self._gathered_buffer
         if self.shard_group.gather is not None:
-            _all_gather(buffer.whole, buffer.own, group=self.shard_group.gather)
+            counted.all_gather_single(buffer.whole, buffer.own, group=self.shard_group.gather)
         elif not buffer.kept:
             buffer.whole.copy_(buffer.own)
 
@@ -183,7 +180,7 @@ class Bucket:
         if self.shard_group.scatter is not None:
             whole = whole.to(form or whole.dtype)
             # in place: the sum of this rank's shard takes the place of its part
-            _reduce_scatter(self.division.own(whole, index), whole, group=self.shard_group.scatter)
+            counted.reduce_scatter_single(self.division.own(whole, index), whole, group=self.shard_group.scatter)
         if whole is self.sums.whole and self.sums.kept:
             # the shard is a view of what was summed
             return
@@ -198,6 +195,6 @@ class Bucket:
         if self.shard_group.sum is None:
             return
         own = self.sums.own.to(form or self.sums.own.dtype)
-        dist.all_reduce(own, group=self.shard_group.sum)
+        counted.all_reduce(own, group=self.shard_group.sum)
         if own is not self.sums.own:
             self.sums.own.copy_(own)

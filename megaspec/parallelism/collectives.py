@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaspec.core import counted
+from megaspec.core.collective_word import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+
 # The operators under torch's functional collectives: traceable by torch.compile, the same in torch 2.11 to 2.13.
 # On the CPU there is nothing to gain from overlap, and gloo has been seen to crash inside these operators, once in
 # about ten thousand steps: there the collectives block.
@@ -24,6 +27,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the group. Starts it: `wait` before use."""
     if x.device.type == "cpu":
         return _blocking_all_reduce(x, dist.ReduceOp.SUM, group)
+    counted.issued(ALL_REDUCE, group)
     return _ops.all_reduce(x.contiguous(), "sum", group.group_name)
 
 
@@ -31,12 +35,13 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The maximum over the group. Starts it: `wait` before use."""
     if x.device.type == "cpu":
         return _blocking_all_reduce(x, dist.ReduceOp.MAX, group)
+    counted.issued(ALL_REDUCE, group)
     return _ops.all_reduce(x.contiguous(), "max", group.group_name)
 
 
 def _blocking_all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, op, group=group)
+    counted.all_reduce(out, op, group=group)
     return out
 
 
@@ -44,8 +49,9 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[n, ...] of each rank -> [ranks · n, ...], in their order. Starts it: `wait` before use."""
     if x.device.type == "cpu":
         whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-        dist.all_gather(list(whole.chunk(group.size())), x.contiguous(), group=group)
+        counted.all_gather(list(whole.chunk(group.size())), x.contiguous(), group=group)
         return whole
+    counted.issued(ALL_GATHER, group)
     return _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
 
 
@@ -53,6 +59,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks · n, ...] of each rank -> this rank's [n, ...] of the sum. Starts it: `wait` before use."""
     if x.device.type == "cpu":
         return _blocking_all_reduce(x, dist.ReduceOp.SUM, group).chunk(group.size())[group.rank()]
+    counted.issued(REDUCE_SCATTER, group)
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
 
 
@@ -61,8 +68,9 @@ def all_to_all(x: Tensor, receive: Sequence[int], send: Sequence[int], group: di
     from rank r. Starts it: `wait` before use."""
     if x.device.type == "cpu":
         out = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group)
+        counted.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group)
         return out
+    counted.issued(ALL_TO_ALL, group)
     return _ops.all_to_all_single(x.contiguous(), list(receive), list(send), group.group_name)
 
 

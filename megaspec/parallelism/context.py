@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaspec.core import counted
 from megaspec.nn.attention.module import Attention, CausalCore, SequenceContext, drop_attention
 from megaspec.parallelism.collectives import all_gather, all_to_all, reduce_scatter, wait
 from megaspec.parallelism.mesh import Mesh
@@ -237,7 +238,7 @@ class SendRecv:
     def wait(self) -> tuple[Tensor, ...]:
         """What has come from the previous rank."""
         for work in self.works:
-            work.wait()
+            counted.wait(work)
         return self.incoming
 
 
@@ -248,7 +249,7 @@ def send_recv(group: dist.ProcessGroup, *outgoing: Tensor) -> SendRecv:
     incoming = tuple(torch.empty_like(x) for x in outgoing)
     ops = [dist.P2POp(dist.isend, x, following, group, tag) for tag, x in enumerate(outgoing)]
     ops += [dist.P2POp(dist.irecv, x, previous, group, tag) for tag, x in enumerate(incoming)]
-    works = dist.batch_isend_irecv(ops) if ops else []
+    works = counted.batch_isend_irecv(ops) if ops else []
     return SendRecv(outgoing, incoming, works)
 
 

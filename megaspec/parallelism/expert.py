@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaspec.core import counted
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.moe.module import Moe
 from megaspec.nn.moe.router import LOSSES, Router, Tokens
@@ -106,7 +107,7 @@ class ExpertParallel:
         sums = torch.stack([router.sums for router in routers.values()])
         group = self._mesh.group("tp-dp-cp")
         if group is not None:
-            dist.all_reduce(sums, group=group)
+            counted.all_reduce(sums, group=group)
         seen = [router.read(one) for router, one in zip(routers.values(), sums, strict=True)]
         tokens_LE = torch.stack([one.tokens for one in seen])
         choices_L = tokens_LE.sum(1).clamp(min=1)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaspec.core import counted
 from megaspec.nn.attention.module import Attention
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Role, Split
@@ -183,7 +184,7 @@ class Fp8:
         self._shared.is_recording = False
         group = self._mesh.group("tp-dp-cp")
         if group is not None and len(self.linears):
-            dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)
+            counted.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)
         # a step that saw nothing, or nothing finite, is taken to be as the one before it
         is_seen = (self._seen > 0) & torch.isfinite(self._seen)
         newest = torch.where(is_seen, self._seen, self.largest[..., 0])
@@ -193,7 +194,7 @@ class Fp8:
             return None
         saturated = self.saturated.clone()
         if self._mesh.world_size > 1:
-            dist.all_reduce(saturated)
+            counted.all_reduce(saturated)
         return saturated
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaspec.core import counted
 from megaspec.nn.fp8 import Fp8Linear, Fp8Tensor
 from megaspec.nn.moe.fp8 import Fp8Experts
 from megaspec.parallelism.bucket import Bucket
@@ -51,7 +52,7 @@ class Fp8Gather:
         # of all parts of a weight, of all shards of a part, and of all experts; what ranks hold alike stays as it is
         group = self._mesh.group("tp-dp-cp")
         if group is not None:
-            dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+            counted.all_reduce(together, dist.ReduceOp.MAX, group=group)
         found = together.split([one.shape[0] for one in largest.values()])
         for name, amax in zip(largest, found, strict=True):
             linear = self._linears[name]

@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megaspec.core import counted
 from megaspec.core.axes import (
     DENSE_AXES,
     DENSE_GROUPS,
@@ -93,8 +94,8 @@ class Mesh:
         if self.rank in (source, target):
             op, peer = (dist.isend, target) if self.rank == source else (dist.irecv, source)
             word = torch.zeros(1, device=self.device)
-            for work in dist.batch_isend_irecv([dist.P2POp(op, word, peer, self._pairs[source, target])]):
-                work.wait()
+            for work in counted.batch_isend_irecv([dist.P2POp(op, word, peer, self._pairs[source, target])]):
+                counted.wait(work)
 
     def _all(self, name: str) -> list[list[int]]:
         if name not in self._ranks:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaspec.core import counted
 from megaspec.core.layout import Layout, replicated
 from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder
@@ -101,7 +102,7 @@ class _Step:
         if message in self._here:
             return self._here.pop(message)
         x, work = self._posted.pop(message)
-        work.wait()
+        counted.wait(work)
         return x
 
     def give(self, one: Pass, x: Tensor) -> None:
@@ -149,7 +150,7 @@ class Links:
         assert x.dtype == self._dtype, f"{x.dtype}, the pipeline sends {self._dtype}"
         sent = self._on_their_way.setdefault(target, deque())
         while len(sent) >= MESSAGES_KEPT:
-            sent.popleft()[0].wait()
+            counted.wait(sent.popleft()[0])
         x = x.contiguous()
         there = self._ranks[target]
         work = _start(dist.isend, x, there, self._mesh.pair(self._mesh.rank, there))
@@ -160,7 +161,7 @@ class Links:
         """Waits until everything has been received."""
         for sent in self._on_their_way.values():
             while sent:
-                sent.popleft()[0].wait()
+                counted.wait(sent.popleft()[0])
 
     def sum_of_ends(self, gradients: list[Tensor]) -> None:
         """Adds up gradients that the first and the last rank hold in part; called on these two."""
@@ -168,12 +169,12 @@ class Links:
         last = self._ranks[-1]
         for gradient in gradients:
             if gradient.numel():
-                dist.all_reduce(gradient, group=self._mesh.pair(last, first))
+                counted.all_reduce(gradient, group=self._mesh.pair(last, first))
 
 
 def _start(op: Callable[..., dist.Work], x: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
     """One message on the group's own communicator: alone, NCCL's sends and receives make another for each pair."""
-    (work,) = dist.batch_isend_irecv([dist.P2POp(op, x, peer, group)])
+    (work,) = counted.batch_isend_irecv([dist.P2POp(op, x, peer, group)])
     return work
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaspec.core import counted
 from megaspec.core.layout import Layout, Piece, whole
 from megaspec.core.placement import Row
 from megaspec.nn.attention.module import Attention, CausalCore, MeanSquares
@@ -344,7 +345,7 @@ class TensorParallel:
         for group, parts in parts_of.items():
             # many small gradients: one message
             flat = torch.cat([part.reshape(-1) for part in parts])
-            dist.all_reduce(flat, group=group)
+            counted.all_reduce(flat, group=group)
             sizes = [part.numel() for part in parts]
             for part, summed in zip(parts, flat.split(sizes), strict=True):
                 part.copy_(summed.view_as(part))

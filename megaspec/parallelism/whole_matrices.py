@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaspec.core import counted
 from megaspec.core.layout import Layout, Piece, layouts_as_json, layouts_of_json
 from megaspec.nn.model_facts import Matrix
 from megaspec.parallelism.mesh import Mesh
@@ -247,7 +248,9 @@ class WholeMatrices:
         sizes_sent = self._elements_by_rank(messages.sent)
         sizes_received = self._elements_by_rank(messages.received)
         incoming = torch.empty(sum(sizes_received), dtype=dtype, device=device)
-        work = dist.all_to_all_single(incoming, outgoing, sizes_received, sizes_sent, group=self._group, async_op=True)
+        work = counted.all_to_all_single(
+            incoming, outgoing, sizes_received, sizes_sent, group=self._group, async_op=True
+        )
         # the buffer that is sent must live until it was
         return _Exchange(messages, self._rank, kept, list(incoming.split(sizes_received)), outgoing, work)
 
@@ -276,7 +279,7 @@ class _Exchange:
         for (n, part), values in zip(self.messages.received[self.rank], self.kept, strict=True):
             yield n, part, values
         if self.work is not None:
-            self.work.wait()
+            counted.wait(self.work)
         for rank, buffer in enumerate(self.buffers):
             if rank == self.rank:
                 continue
@@ -364,12 +367,12 @@ def _exchanged(mine: Mapping[str, Layout], group: dist.ProcessGroup, device: tor
     text = layouts_as_json(mine.values())
     length = torch.tensor([len(text)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, length, group=group)
+    counted.all_gather(lengths, length, group=group)
     counts = torch.cat(lengths).tolist()
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     received = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(received, padded, group=group)
+    counted.all_gather(received, padded, group=group)
     found: list[dict[str, Layout]] = []
     for padded_text, count in zip(received, counts, strict=True):
         layouts = layouts_of_json(bytes(padded_text[:count].cpu().numpy()))

@@ -625,6 +625,21 @@ _OPTIM = {
         "log.sinks.1.kind",
         target=WITH_SERVICES,
     ),
+    "alert-metric": Example(
+        ("log.alerts=[{metric: los, comparison: above, value: 8}]",),
+        ("log.alerts=[{metric: loss, comparison: above, value: 8}]",),
+        "log.alerts.0.metric",
+    ),
+    "alert-known": Example(
+        ("train.eval_every=0", "log.alerts=[{metric: eval/loss, comparison: above, value: 8}]"),
+        ("train.eval_every=100",),
+        "log.alerts.0.metric",
+    ),
+    "alert-told": Example(
+        ("log.alerts=[{metric: loss, comparison: above, value: 8, action: webhook}]",),
+        ("log.webhook={}",),
+        "log.alerts.0.action",
+    ),
 }
 # A run of the recipe hello whose weights are there.
 _SIZES = {"n_layers": 4, "d_model": 128, "n_heads": 4, "n_kv_heads": 2, "d_head": 32, "d_ffn": 320}

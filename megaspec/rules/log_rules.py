@@ -1,6 +1,11 @@
 """Rules about where a run is reported to."""
 
 from megaspec.core.errors import Problem
+from megaspec.core.problems import did_you_mean
+from megaspec.data.spec import evaluation_sets
+from megaspec.log.alerts import OF_EVALUATIONS, known_metrics
+from megaspec.log.scalars import SPLIT
+from megaspec.precision.spec import Fp8Precision, Fp16Precision
 from megaspec.rules.case import Case
 
 SERVICE_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
@@ -29,17 +34,20 @@ def sinks_are_installed(case: Case) -> Problem | None:
 
 
 def no_password_in_an_address(case: Case) -> Problem | None:
-    """An address holds no user and no password: recipes and run folders are read by others."""
+    """An address holds no user, no password and no query: recipes and run folders are read by others."""
     for number, sink in enumerate(case.recipe.log.sinks):
         if sink.kind != "mlflow" or sink.tracking_uri is None:
             continue
         scheme, _, place = sink.tracking_uri.partition("://")
         host, _, _ = place.partition("/")
+        key = f"log.sinks.{number}.tracking_uri"
+        remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         if "@" in host:
-            key = f"log.sinks.{number}.tracking_uri"
             shown = f"{key}={scheme}://***@{host.rpartition('@')[2]}"
-            text = f"{shown} must hold no user or password; leave them out of it"
-            return Problem(key, f"{text}, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
+            return Problem(key, f"{shown} must hold no user or password; leave them out of it, and {remedy}")
+        if "?" in place:
+            shown = f"{key}={scheme}://{host.partition('?')[0]}?***"
+            return Problem(key, f"{shown} must hold no query, which may be a key; leave it out, and {remedy}")
     return None
 
 
@@ -52,3 +60,53 @@ def each_service_once(case: Case) -> Problem | None:
             return Problem(key, f"{key}={sink.kind} is that of log.sinks.{seen[sink.kind]} as well; drop one of them")
         seen[sink.kind] = number
     return None
+
+
+def alerts_look_at_what_there_is(case: Case) -> Problem | None:
+    """An alert looks at a number that runs have."""
+    for number, alert in enumerate(case.recipe.log.alerts):
+        known = [*known_metrics(), *_losses_of_sets(case)]
+        if alert.metric not in known:
+            key = f"log.alerts.{number}.metric"
+            hint = did_you_mean(alert.metric, known) or f"there are {', '.join(known[:6])} and more"
+            return Problem(key, f"{key}={alert.metric} is no number of a run; {hint}")
+    return None
+
+
+def alerts_look_at_what_this_run_has(case: Case) -> Problem | None:
+    """An alert looks at a number that this run has: one that is never known would never be raised."""
+    recipe = case.recipe
+    for number, alert in enumerate(recipe.log.alerts):
+        why = ""
+        if alert.metric in (*OF_EVALUATIONS, *_losses_of_sets(case)) and recipe.train.eval_every == 0:
+            why = "is known where train.eval_every=0 evaluates; set train.eval_every=100"
+        elif alert.metric.startswith("mfu_") and case.target.gpu is None:
+            why = "needs a GPU whose peak is known, and this run is on CPUs; watch tokens_per_second"
+        elif alert.metric == "loss_scale" and not isinstance(recipe.precision, Fp16Precision):
+            why = f"is known with precision=fp16 alone, this is precision.kind={recipe.precision.kind}; watch grad_norm"
+        elif alert.metric == "fp8_saturated" and not _has_delayed_scales(case):
+            why = "is known with precision.recipe=delayed of fp8 alone; watch grad_norm"
+        if why:
+            key = f"log.alerts.{number}.metric"
+            return Problem(key, f"{key}={alert.metric} {why}")
+    return None
+
+
+def alerts_can_be_told(case: Case) -> Problem | None:
+    """An alert that tells the webhook needs one."""
+    for number, alert in enumerate(case.recipe.log.alerts):
+        if alert.action == "webhook" and case.recipe.log.webhook is None:
+            key = f"log.alerts.{number}.action"
+            text = f"{key}=webhook needs log.webhook, which is null; set log.webhook={{}}"
+            return Problem(key, f"{text}, or log.alerts.{number}.action=log")
+    return None
+
+
+def _losses_of_sets(case: Case) -> list[str]:
+    """Of evaluation sets that have names."""
+    return [f"eval/{name}/loss" for name in evaluation_sets(case.recipe.data) if name != SPLIT]
+
+
+def _has_delayed_scales(case: Case) -> bool:
+    precision = case.recipe.precision
+    return isinstance(precision, Fp8Precision) and precision.recipe == "delayed"

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.store import SavedPiece
+from megaspec.core import counted
 from megaspec.core.errors import CheckpointError
 
 PLACE = "data/place"
@@ -23,10 +24,10 @@ def place_of_all(place: np.ndarray, *, device: torch.device) -> torch.Tensor:
     if not dist.is_initialized():
         return rows
     furthest = rows[:, 0].clone()
-    dist.all_reduce(furthest, op=dist.ReduceOp.MAX)
+    counted.all_reduce(furthest, op=dist.ReduceOp.MAX)
     # ranks that have read as far are at the same place; the others give nothing
     rows[rows[:, 0] < furthest] = 0
-    dist.all_reduce(rows, op=dist.ReduceOp.MAX)
+    counted.all_reduce(rows, op=dist.ReduceOp.MAX)
     return rows.cpu()
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megaspec.core import counted
 from megaspec.core.faults import failpoint
 from megaspec.data.loader import eval_batches, open_source
 from megaspec.data.source import CountedSource, Source
@@ -69,7 +69,7 @@ class StopVote:
         failpoint("evaluate_pass")
         votes = torch.full((), int(stop_requested()), device=self._mesh.device)
         if self._mesh.world_size > 1:
-            dist.all_reduce(votes)
+            counted.all_reduce(votes)
         if self._mesh.device.type == "cpu":
             return votes.item() > 0
         before = self._before

@@ -1,5 +1,10 @@
-"""A world that somebody else started, such as torchrun: rank 0 prepares the run, every rank joins it."""
+"""A world that somebody else started, such as torchrun: rank 0 prepares the run, every rank joins it.
 
+What ranks read from the store is input, not an order: whoever reaches its port may write there. The run's folder and
+the digest of its spec.json are signed with the job's secret (launcher/run_secret.py).
+"""
+
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,9 +13,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megaspec.core.errors import HangError, MegaspecError
+from megaspec.core.errors import HangError, MegaspecError, RecipeError
 from megaspec.launcher.rendezvous import TcpRendezvous
-from megaspec.runtime.rank import RankInfo, main, read_spec, tcp_store, tell
+from megaspec.launcher.run_secret import RunSecret, UntrustedError
+from megaspec.runtime.rank import RankInfo, main, read_file, read_spec, tcp_store, tell
 
 JOIN_SECONDS = 600.0
 # Between two looks at the store.
@@ -27,46 +33,83 @@ def join(
     local_rank: int,
     attempt: int,
     store: TcpRendezvous,
+    secret: RunSecret,
     entry: Callable[..., int] = main,
 ) -> int:
     """Trains as one rank of it, or does what another `entry` of ranks does. -> exit code.
 
     `prepare` makes or finds the run's folder and returns its path; only rank 0 calls it, once for all attempts of the
-    world. What it raises ends every rank with the same exit code.
+    world. What it raises ends every rank with the same exit code. UntrustedError: what this rank should do was not
+    said by a rank that has the `secret`, or spec.json is not what was prepared.
     """
+    job, _, _ = store.prefix.rpartition("/")
+    # nobody can guess where this job's keys are, its ranks' addresses among them
+    store = replace(store, prefix=f"{store.prefix}/{secret.token(store.prefix)}")
     me = RankInfo(rank, world_size, local_rank, attempt, store, JOIN_SECONDS)
     try:
         meeting = tcp_store(store, me, timedelta(seconds=JOIN_SECONDS))
-        answer = _agree(meeting, me, prepare)
+        answer = _agree(meeting, me, prepare, secret, job)
     except dist.DistError as error:
-        tell(me, f"the ranks did not meet at {store.host}:{store.port}: {error}")
+        text = f"the ranks did not meet at {store.host}:{store.port}: {error}"
+        tell(me, f"{text}; ranks that have different secrets don't find each other either")
         return HangError.exit_code
+    except UntrustedError as error:
+        tell(me, error)
+        return error.exit_code
     if answer.startswith(_FAILED):
         return int(answer.removeprefix(_FAILED))
+    folder, digest = _prepared(answer)
+    try:
+        _check_spec(Path(folder), digest)
+    except RecipeError as error:
+        tell(me, error)
+        return error.exit_code
     return entry(
-        answer,
+        folder,
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         attempt=attempt,
         # where rank 0 had to open the store, `meeting` keeps it open
         store=replace(store, is_open=True),
-        timeout_seconds=read_spec(Path(answer)).launcher.timeout_seconds,
+        timeout_seconds=read_spec(Path(folder)).launcher.timeout_seconds,
     )
 
 
-def _agree(meeting: dist.Store, me: RankInfo, prepare: Callable[[], str]) -> str:
-    """The run's folder, or how rank 0 failed, told to every rank."""
+def _prepared(answer: str) -> tuple[str, str]:
+    """The run's folder, and the digest of its spec.json."""
+    digest, _, folder = answer.partition(" ")
+    return folder, digest
+
+
+def _digest(folder: Path) -> str:
+    """SHA-256 of the run's spec.json. RecipeError: it can't be read."""
+    return hashlib.sha256(read_file(folder, "spec.json")).hexdigest()
+
+
+def _check_spec(folder: Path, digest: str) -> None:
+    """UntrustedError: spec.json is not what rank 0 has prepared."""
+    found = _digest(folder)
+    if found != digest:
+        raise UntrustedError(
+            f"{folder / 'spec.json'} has the SHA-256 {found}, rank 0 prepared one with {digest}: somebody changed it, "
+            "or this rank sees another folder; put the run where all ranks see the same files, and start again"
+        )
+
+
+def _agree(meeting: dist.Store, me: RankInfo, prepare: Callable[[], str], secret: RunSecret, job: str) -> str:
+    """`DIGEST FOLDER` of the run, or how rank 0 failed, told to every rank."""
+    place = {"attempt": str(me.attempt), "sequence": 1}
     if me.rank == 0:
         try:
-            answer = _first_answer(meeting, me, prepare)
+            answer = _first_answer(meeting, me, prepare, secret, job)
         except MegaspecError as error:
             tell(me, error)
             answer = f"{_FAILED}{error.exit_code}"
-        meeting.set("run", answer)
+        meeting.set("run", secret.sign("run", answer, **place))
     else:
         _wait(meeting, "run")
-        answer = meeting.get("run").decode()
+        answer = secret.open("run", meeting.get("run"), **place)
     # nobody leaves before all have read it: the store may be rank 0's own
     if meeting.add("read", 1) == me.world_size:
         meeting.set("all-read", "")
@@ -85,12 +128,15 @@ def _wait(meeting: dist.Store, key: str) -> None:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _first_answer(meeting: dist.PrefixStore, me: RankInfo, prepare: Callable[[], str]) -> str:
+def _first_answer(
+    meeting: dist.PrefixStore, me: RankInfo, prepare: Callable[[], str], secret: RunSecret, job: str
+) -> str:
     """What the first attempt prepared, kept in the store that outlives attempts; the first attempt prepares it."""
     # the store without the prefix of this attempt
     shared = meeting.underlying_store
-    run_prefix, _, _ = me.store.prefix.rpartition("/")
-    key = f"{run_prefix}/run"
+    key = f"{job}/{secret.token(job)}/run"
+    place = {"attempt": "every", "sequence": 1}
     if me.attempt == 0 or not shared.check([key]):
-        shared.set(key, prepare())
-    return shared.get(key).decode()
+        folder = prepare()
+        shared.set(key, secret.sign(key, f"{_digest(Path(folder))} {folder}", **place))
+    return secret.open(key, shared.get(key), **place)

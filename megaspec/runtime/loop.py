@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from megaspec.checkpoint.comm import Comm
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.store import START_ANEW, Store
+from megaspec.core import counted
 from megaspec.core.errors import CheckpointError, Preempted, printable
 from megaspec.core.faults import failpoint
 from megaspec.data.loader import Loader, StepBatch, open_source
@@ -42,11 +44,14 @@ from megaspec.runtime.evaluation import Evaluation
 from megaspec.runtime.generate import run_tokenizer, write_sample
 from megaspec.runtime.initial_weights import start_from_source
 from megaspec.runtime.non_finite import explain
+from megaspec.runtime.pace import Pace
 from megaspec.runtime.plugins import loaded_builders
+from megaspec.runtime.position import Position
 from megaspec.runtime.profile import StepProfiler
 from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over, weight_pieces_of
 from megaspec.runtime.step import PHASES, StepResult, train_step
+from megaspec.runtime.stragglers import BACKWARD, DATA, FORWARD, OPTIMIZER, REDUCE
 from megaspec.runtime.text_passes import ModelOnRanks
 from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
@@ -58,7 +63,7 @@ class StepClock:
     """Seconds of each step: by events on a GPU, since the host runs ahead of it."""
 
     def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
+        self.is_cuda = device.type == "cuda"
         self.restart()
 
     def restart(self) -> None:
@@ -67,7 +72,7 @@ class StepClock:
 
     def mark(self) -> Mark:
         """The point in time when the device has done all that it was given so far."""
-        if not self._cuda:
+        if not self.is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -77,14 +82,14 @@ class StepClock:
         """Waits until the device has passed `mark`. -> seconds from the last lap to it."""
         last = self._last
         self._last = mark
-        if not self._cuda:
+        if not self.is_cuda:
             return mark - last
         mark.synchronize()
         return self.between(last, mark)
 
     def between(self, first: Mark, second: Mark) -> float:
         """Seconds between two points in time, both of which the device has passed."""
-        if not self._cuda:
+        if not self.is_cuda:
             return second - first
         return first.elapsed_time(second) / 1e3  # from milliseconds
 
@@ -92,14 +97,17 @@ class StepClock:
 class PhaseMarks:
     """Where the phases of a step end; it begins when this is made."""
 
-    def __init__(self, clock: StepClock):
+    def __init__(self, clock: StepClock, position: Position):
         self._clock = clock
         self._began = clock.mark()
         self._ends: dict[str, Mark] = {}
+        self._inside = [counted.seconds_inside()]
+        self._passes = position.begin_passes()
 
     def end(self, phase: str) -> None:
         """The device was given all of a phase's work."""
         self._ends[phase] = self._clock.mark()
+        self._inside.append(counted.seconds_inside())
 
     def seconds(self) -> dict[str, float]:
         """By phase, in the words of StepDone, once the device has passed them all."""
@@ -109,6 +117,23 @@ class PhaseMarks:
             found[f"{phase}_seconds"] = self._clock.between(last, self._ends[phase])
             last = self._ends[phase]
         return found
+
+    def own_seconds(self, waited_seconds: float) -> dict[str, float]:
+        """By phase, in the words of SlowRank, without what was spent inside of collectives (on a GPU not known)."""
+        own = []
+        for seconds, (before, after) in zip(self.seconds().values(), pairwise(self._inside), strict=True):
+            # of a GPU's collectives the host knows only how long it took to ask for them
+            waited = 0.0 if self._clock.is_cuda else after - before
+            own.append(max(0.0, seconds - waited))
+        forward_backward, reduce, update = own
+        forward = min(forward_backward, self._passes.seconds(self._clock.between))
+        return {
+            DATA: waited_seconds,
+            FORWARD: forward,
+            BACKWARD: forward_backward - forward,
+            REDUCE: reduce,
+            OPTIMIZER: update,
+        }
 
 
 def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
@@ -196,6 +221,7 @@ class Run:
     tokens: int = 0
     last_saved: int = -1
     evaluation: Evaluation = field(init=False)
+    pace: Pace = field(init=False)
     place: np.ndarray | None = None
     """Where this rank's source stands after `step`, for a source that has to be told when the run goes on."""
     scaler: LossScaler = field(init=False)
@@ -203,6 +229,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.evaluation = Evaluation(self.built)
+        self.pace = Pace(self.built.mesh, self.comm, self.built.device)
         self.scaler = build_scaler(self.built.spec.precision, device=self.built.device)
         spec = self.built.spec
         self.schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
@@ -295,7 +322,7 @@ class Run:
                 profiler.begin()
                 clock.restart()
             for read in read_batches(loader):
-                phases = PhaseMarks(clock)
+                phases = PhaseMarks(clock, self.built.position)
                 result = self._one_step(read.batch, on_phase=phases.end)
                 self.step += 1
                 self.place = read.batch.place
@@ -398,6 +425,10 @@ class Run:
             **pending.phases.seconds(),
             **asdict(speed_of(sequence_tokens, seconds, self.started)),
         )
+        self.pace.add(pending.phases.own_seconds(pending.read.waited_seconds))
+        for found in self.pace.events(step):
+            self.emit(found)
+        self.built.position.finished(step=step, steps=spec.train.steps, loss=loss)
         routers = routers_done(self.built, step, of_routers, steps=spec.train.steps)
         if routers is not None:
             self.emit(routers)
@@ -451,7 +482,9 @@ class Run:
             place = place_of_all(self.place, device=self.built.device)
             if self.comm.rank == 0:
                 pieces.append(place_piece(place))
+        inside = counted.seconds_inside()
         path = self.store.save(self.step, pieces, spec=spec.model_dump(mode="json"), state=state, comm=self.comm)
+        self.pace.saved(time.perf_counter() - start - (counted.seconds_inside() - inside))
         self.last_saved = self.step
         if self.comm.rank == 0 and spec.checkpoint.keep != "all":
             self.store.prune(spec.checkpoint.keep, inspect=lambda manifest: objections(manifest, spec))

@@ -5,13 +5,15 @@ event in the stream, and a rank stands behind the last event that the GPU has pa
 """
 
 import json
+import math
 import os
+import socket
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from traceback import FrameSummary, extract_stack, extract_tb
 from typing import Any
@@ -20,15 +22,74 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaspec.core import counted
+from megaspec.core.collective_word import words_of_collective
 from megaspec.core.errors import HangError, printable
+from megaspec.launcher import beat as beats
+from megaspec.launcher.beat import Page
+from megaspec.launcher.kernel_state import kernel_of
 from megaspec.nn.decoder import Decoder, Unit
 
 ROOT = Path(__file__).parents[2]
-_PATIENCE = 3.0
+_NOT_TOLD = (Path(__file__), Path(counted.__file__))
+"""Lines of these say nothing of where a rank is."""
+_PATIENCE = 2.0
 """Seconds that a rank waits for what the others say."""
 _MOST_MARKS = 512
+_MOST_STACKS = 8
+_MOST_FRAMES = 8
+_STOOD_STILL = 5.0
+"""A watchdog that did not look for so long was stopped itself."""
+_ASKED = "position/asked"
 _MOST_RANKS = 16
 """Ranks of one position that are told by their numbers."""
+
+
+Mark = float | torch.cuda.Event
+
+
+class Passes:
+    """When the forward passes of a step begin and end, without what they spend inside of collectives."""
+
+    def __init__(self, is_cuda: bool):
+        self._is_cuda = is_cuda
+        self._marks: list[Mark] = []
+        self._inside = 0.0
+        self._inside_before = 0.0
+
+    def __enter__(self) -> None:
+        self._inside_before = counted.seconds_inside()
+        self._marks.append(self._mark())
+
+    def __exit__(self, *_: object) -> None:
+        self._marks.append(self._mark())
+        self._inside += counted.seconds_inside() - self._inside_before
+
+    def _mark(self) -> Mark:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, between: Callable[[Any, Any], float]) -> float:
+        """Of all of them, once the device has passed them. `between`: seconds between two marks."""
+        total = 0.0
+        for begin, end in zip(self._marks[::2], self._marks[1::2], strict=True):
+            total += between(begin, end)
+        if self._is_cuda:
+            return total
+        return total - self._inside
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest step whose numbers were read."""
+
+    step: int = 0
+    steps: int = 0
+    """Of the whole run; 0: not known yet."""
+    loss: float = math.nan
 
 
 @dataclass
@@ -41,6 +102,10 @@ class Position:
     """Rises with every mark."""
     step: int = 0
     micro: int = 0
+    page: Page | None = None
+    """That of who watches this rank from outside."""
+    newest: Newest = field(default_factory=Newest)
+    _passes: Passes = field(default_factory=lambda: Passes(is_cuda=False))
     _marks: deque[tuple[torch.cuda.Event, str]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
 
     def mark(self, what: str) -> None:
@@ -50,10 +115,27 @@ class Position:
         # the watchdog reads these meanwhile: when it sees the new count, it sees what began with it
         self.what = what
         self.count += 1
+        if self.page is not None:
+            self.page.write_where(what)
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
             self._marks.append((event, self.what))
+
+    def begin_passes(self) -> Passes:
+        """Forward passes from now on are those of another step."""
+        self._passes = Passes(self.device.type == "cuda")
+        return self._passes
+
+    def forward_pass(self) -> Passes:
+        """While entered a forward pass is made."""
+        return self._passes
+
+    def finished(self, *, step: int, steps: int, loss: float) -> None:
+        """A step is done, and its loss was read."""
+        self.newest = Newest(step, steps, loss)
+        if self.page is not None:
+            self.page.write_step(step, steps, loss)
 
     def reached(self) -> tuple[str, int]:
         """What the device is at, and a number that changes when it gets on."""
@@ -127,8 +209,9 @@ def ignore_code(code: int) -> None:
 class Watchdog:
     """A thread that ends a rank which has not got on for `seconds`, after all ranks have said where they stand.
 
-    `store`: where ranks leave what they say; every attempt needs one of its own. `record` gets the exit code before the
-    rank is ended.
+    `store`: where ranks leave what they say; every attempt needs one of its own; None: there is one rank. `record` gets
+    the exit code before the rank is ended. Where no launcher of ours watches, a rank also looks whether another one
+    asks where it is.
     """
 
     def __init__(
@@ -137,7 +220,7 @@ class Watchdog:
         *,
         rank: int,
         world_size: int,
-        store: dist.Store,
+        store: dist.Store | None,
         seconds: float,
         record: Callable[[int], object] = ignore_code,
     ):
@@ -149,10 +232,15 @@ class Watchdog:
         self._record = record
         self._thread_id = threading.get_ident()
         self._told = threading.Lock()
+        self._is_asked_here = store is not None and beats.current() is None
+        self._has_answered = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
+        if self._is_asked_here:
+            assert self._store is not None
+            self._store.set(_process_key(self._rank), json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
         self._thread.start()
         return self
 
@@ -168,37 +256,90 @@ class Watchdog:
         if not self._told.acquire(blocking=False):
             time.sleep(2 * _PATIENCE)  # the other thread prints, and ends the process where it has to
             return
-        # said before the others are heard: they wait for it as this rank waits for them
-        self._store.set(_key(self._rank), json.dumps(self._stand(error)))
-        heard: dict[int, str] = {}
-        end = time.monotonic() + _PATIENCE
-        while len(heard) < self._world_size and time.monotonic() < end:
-            for rank in set(range(self._world_size)) - set(heard):
-                if self._store.check([_key(rank)]):
-                    heard[rank] = json.loads(self._store.get(_key(rank)))
-            time.sleep(0.05)
-        if self._rank == min(heard):
-            text = f"{reason}; where every rank stood:\n{in_words(by_position(heard, self._world_size))}"
-            print(printable(text, keep="\n"), file=sys.stderr)
-            sys.stderr.flush()
+        heard = {self._rank: self._stand(error)}
+        if self._store is not None:
+            # said before the others are heard: they wait for it as this rank waits for them
+            self._store.set(_key(self._rank), json.dumps(asdict(heard[self._rank])))
+            self._store.set(_ASKED, "")
+            heard |= self._others(self._store)
+        if self._rank != min(heard):
+            return
+        places = {rank: stand.where for rank, stand in heard.items()}
+        for rank in set(range(self._world_size)) - set(heard):
+            places[rank] = self._unheard(rank)
+        text = f"{reason}; where every rank stood:\n{in_words(by_position(places, self._world_size))}"
+        text += _stacks_in_words(heard)
+        print(printable(text, keep="\n"), file=sys.stderr)
+        sys.stderr.flush()
 
-    def _stand(self, error: BaseException | None) -> str:
-        """Where this rank stands: what the device is at, and the collective or the line that the work is in."""
+    def _others(self, store: dist.Store) -> dict[int, "Stand"]:
+        """What the other ranks say until all have, or time is up."""
+        heard: dict[int, Stand] = {}
+        end = time.monotonic() + _PATIENCE
+        missing = set(range(self._world_size)) - {self._rank}
+        while missing and time.monotonic() < end:
+            for rank in sorted(missing):
+                if store.check([_key(rank)]):
+                    heard[rank] = stand_of(store.get(_key(rank)))
+            missing -= set(heard)
+            time.sleep(0.05)
+        return heard
+
+    def _unheard(self, rank: int) -> str:
+        """What is known of a rank that says nothing: of one on this machine the kernel's word."""
+        gone = "gone, or too busy to answer"
+        assert self._store is not None
+        if not self._is_asked_here or not self._store.check([_process_key(rank)]):
+            return gone
+        found = json.loads(self._store.get(_process_key(rank)))
+        named = f"on {found['host']}, pid {found['pid']}"
+        if found["host"] != socket.gethostname():
+            return f"{gone} ({named})"
+        kernel = kernel_of(found["pid"])
+        if kernel.get("state", "").startswith(("T", "t")):
+            return f"stopped (SIGSTOP, or a debugger), in the kernel's {kernel.get('wchan', '?')} ({named})"
+        if not kernel:
+            return f"gone ({named})"
+        return f"{gone} ({named}: {kernel.get('state', '?')})"
+
+    def _stand(self, error: BaseException | None) -> "Stand":
+        """Where this rank stands: what the device is at, its collective, and the line and stack that the work is in."""
         what, _ = self._position.reached()
+        stack = extract_tb(error.__traceback__) if error else stack_of(self._thread_id)
+        collective = words_of_collective(counted.latest(), counted.group_names())
+        where = f"{what}, {collective}" if collective else what
         # on a GPU the training thread's own line says little: it runs ahead
         if self._position.device.type == "cuda":
-            pending = _pending_collective()
+            pending = pending_collective()
             if pending:
-                return f"{what}{pending}"
-        stack = extract_tb(error.__traceback__) if error else _stack_of(self._thread_id)
-        return f"{what}{_innermost(stack)}"
+                return Stand(f"{what}{pending}", beats.lines_of(stack))
+        return Stand(f"{where}{innermost(stack)}", beats.lines_of(stack))
+
+    def _answer(self) -> None:
+        """Says where this rank stands, if another one asks."""
+        if not self._is_asked_here or self._has_answered:
+            return
+        assert self._store is not None
+        try:
+            if self._store.check([_ASKED]):
+                self._has_answered = True
+                self._store.set(_key(self._rank), json.dumps(asdict(self._stand(None))))
+        except (dist.DistError, RuntimeError):
+            # the store is that of a rank that is gone: its end is this rank's, too, and told there
+            self._has_answered = True
 
     def _watch(self) -> None:
         last_count = -1
         since = time.monotonic()
+        last_look = since
         while not self._done.wait(min(0.5, self._seconds / 10)):
             _, count = self._position.reached()
             now = time.monotonic()
+            self._answer()
+            if now - last_look > _STOOD_STILL:
+                # this process was stopped itself: what it did not do meanwhile is no hang
+                since = now
+            last_look = now
             if count != last_count:
                 last_count = count
                 since = now
@@ -213,23 +354,58 @@ def _key(rank: int) -> str:
     return f"position/{rank}"
 
 
-def _stack_of(thread_id: int) -> list[FrameSummary]:
+def _process_key(rank: int) -> str:
+    return f"process/{rank}"
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank stands."""
+
+    where: str
+    stack: list[str]
+    """Of the training thread, outermost first."""
+
+
+def stand_of(data: bytes) -> Stand:
+    """What another rank wrote, taken as input: anything else reads as nothing."""
+    try:
+        found = json.loads(data)
+        return Stand(str(found["where"]), [str(line) for line in found["stack"]])
+    except (ValueError, KeyError, TypeError):
+        return Stand("it said nothing that can be read", [])
+
+
+def _stacks_in_words(heard: Mapping[int, Stand]) -> str:
+    """The innermost lines of the stacks, of ranks that stand alike once."""
+    ranks_at: dict[tuple[str, ...], list[int]] = {}
+    for rank, stand in sorted(heard.items()):
+        ranks_at.setdefault(tuple(stand.stack[-_MOST_FRAMES:]), []).append(rank)
+    text = ""
+    for stack, ranks in list(ranks_at.items())[:_MOST_STACKS]:
+        shown = ", ".join(map(str, ranks[:_MOST_RANKS]))
+        lines = "".join(f"\n      {line}" for line in stack)
+        text += f"\n    stack of rank {shown}:{lines}"
+    return text
+
+
+def stack_of(thread_id: int) -> list[FrameSummary]:
     frame = sys._current_frames().get(thread_id)
     if frame is None:
         return []
     return extract_stack(frame)
 
 
-def _innermost(stack: list[FrameSummary]) -> str:
+def innermost(stack: list[FrameSummary]) -> str:
     """`, in all_reduce (megaspec/parallelism/collectives.py:62)`: the innermost line of this project."""
     for line in reversed(stack):
         path = Path(line.filename)
-        if path.is_relative_to(ROOT) and "site-packages" not in path.parts and path != Path(__file__):
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts and path not in _NOT_TOLD:
             return f", in {line.name} ({path.relative_to(ROOT)}:{line.lineno})"
     return ""
 
 
-def _pending_collective() -> str:
+def pending_collective() -> str:
     """`, waiting for nccl:all_reduce number 12 of group tp`: the oldest that NCCL has begun and not ended."""
     dumped: dict[str, Any] = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json(True, True))
     for entry in dumped.get("entries", []):

@@ -20,14 +20,18 @@ from megaspec.checkpoint.folders import CHECKPOINTS
 from megaspec.checkpoint.format import FORMAT_VERSION
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
+from megaspec.core import counted
 from megaspec.core.bounded_json import MAX_BYTES
-from megaspec.core.errors import HangError, MegaspecError, MemoryRunOut, Preempted, RecipeError, printable
+from megaspec.core.errors import AlertStop, HangError, MegaspecError, MemoryRunOut, Preempted, RecipeError, printable
 from megaspec.core.regular_files import read_inside
+from megaspec.launcher import beat as beats
 from megaspec.launcher import exit_file
+from megaspec.launcher.loopback import listen_at
 from megaspec.launcher.memory_kills import memory_kills
 from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
-from megaspec.launcher.stop import seconds_since_request, watch_signals
+from megaspec.launcher.stop import ask_to_stop, seconds_since_request, stopped_because, watch_signals
 from megaspec.log import prediction
+from megaspec.log.alerts import Alerts
 from megaspec.log.background import CLOSE_SECONDS
 from megaspec.log.events import RunEnded, RunStarted
 from megaspec.log.prediction import Prediction
@@ -38,14 +42,18 @@ from megaspec.rules.belonging import objections
 from megaspec.runtime.build import build, mesh_of
 from megaspec.runtime.loop import Run, always
 from megaspec.runtime.out_of_memory import is_out_of_memory, out_of_memory
+from megaspec.runtime.own_heartbeat import OwnHeartbeat
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position, Watchdog, ignore_code
+from megaspec.runtime.watched import begin_watched, is_told_by_watcher, watched
 from megaspec.spec import Spec
 
 _TO_LEAVE = 2.0
 """Seconds of the grace that are kept for what follows the sinks' end: ranks part, and their processes end."""
-_GRACE = 2.0
+_GRACE = 1.5
 """Seconds that a collective has to fail by itself before the watchdog ends its rank."""
+_WATCHER_SECONDS = 6.0
+"""What a launcher that watches gets beyond that: it says more, and ends all ranks."""
 
 
 def main(
@@ -90,6 +98,7 @@ class RankInfo:
 def exit_code_of(me: RankInfo, work: Callable[[], None]) -> int:
     """What a rank is started for, from its first request to stop to its exit code; errors are told."""
     watch_signals()
+    begin_watched()
     try:
         work()
         return 0
@@ -123,17 +132,18 @@ def is_collective_failure(error: RuntimeError) -> bool:
 
 def read_spec(run_dir: Path) -> Spec:
     """The Spec that every rank builds. RecipeError: its file is no file."""
-    spec = Spec.model_validate_json(_read(run_dir, "spec.json"))
+    spec = Spec.model_validate_json(read_file(run_dir, "spec.json"))
     assert spec.format_version == FORMAT_VERSION, f"a Spec of format {spec.format_version}, {FORMAT_VERSION} is read"
     return spec
 
 
 def read_prediction(run_dir: Path) -> Prediction:
     """What was predicted when this start was prepared. RecipeError: its file is no file."""
-    return Prediction.model_validate_json(_read(run_dir, prediction.FILE_NAME))
+    return Prediction.model_validate_json(read_file(run_dir, prediction.FILE_NAME))
 
 
-def _read(run_dir: Path, name: str) -> bytes:
+def read_file(run_dir: Path, name: str) -> bytes:
+    """A file of a run's folder. RecipeError: it can't be read."""
     try:
         return read_inside(run_dir, name, limit=MAX_BYTES)
     except OSError as error:
@@ -163,7 +173,7 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
             inspect = partial(objections, run=spec)
             token = on_first(comm, lambda: begin(run_dir, lock, inspect))
             record = stack.enter_context(Ending(RunLock.held(run_dir, token), me.rank, inspect)).record
-        timeout = timedelta(seconds=me.timeout_seconds)
+        timeout = collective_timeout(me, device)
         position = Position(device)
         stack.enter_context(explained(spec, run_dir, position, me))
         stack.enter_context(bounded(position, me, record=record))
@@ -189,18 +199,33 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
                 builders=builders.sinks,
                 close_seconds=partial(patience_with_sinks, spec.launcher.grace_seconds),
             )
-            run.emit = stack.enter_context(sinks)
+            run.emit = Alerts(spec.log.alerts, stack.enter_context(sinks), stop=ask_to_stop)
+        if beats.current() is None and me.rank == 0:
+            stack.enter_context(
+                OwnHeartbeat(run_dir, position, attempt=me.attempt, world_size=me.world_size, is_ours=is_ours)
+            )
         run.started = started(spec, run_dir, step=run.step, attempt=me.attempt)
         run.emit(run.started)
         how = "failed"
         try:
-            run.train()
+            train_until_stopped(run)
             how = "done"
         except MegaspecError as error:
             how = type(error).__name__
             raise
         finally:
             run.emit(RunEnded(step=run.step, how=how))
+
+
+def train_until_stopped(run: Run) -> None:
+    """Trains. Raises AlertStop in place of Preempted where an alert of this rank asked the run to stop."""
+    try:
+        run.train()
+    except Preempted as error:
+        reason = stopped_because()
+        if not reason:
+            raise
+        raise AlertStop(f"{reason}; {error}") from error
 
 
 def patience_with_sinks(grace_seconds: float) -> float:
@@ -288,11 +313,24 @@ def bounded(position: Position, me: RankInfo, *, record: Callable[[int], object]
 
     `record` gets the exit code of a rank that is ended so. Raises HangError for a collective that failed.
     """
-    if me.world_size == 1:
-        yield
-        return
-    store = dist.PrefixStore(f"attempt-{me.attempt}", dist.distributed_c10d._get_default_store())
-    seconds = me.timeout_seconds + 2 * _GRACE
+    with watched(position):
+        is_started_elsewhere = isinstance(me.store, TcpRendezvous)
+        if me.world_size == 1 and not is_started_elsewhere:
+            # the launcher watches it; a process that uses this as a library is nobody's to end
+            yield
+            return
+        with _bounded_by_itself(position, me, record):
+            yield
+
+
+@contextmanager
+def _bounded_by_itself(position: Position, me: RankInfo, record: Callable[[int], object]) -> Iterator[None]:
+    store = None
+    if me.world_size > 1:
+        store = dist.PrefixStore(f"attempt-{me.attempt}", dist.distributed_c10d._get_default_store())
+    seconds = me.timeout_seconds + _GRACE
+    if beats.current() is not None:
+        seconds += _WATCHER_SECONDS
     watchdog = Watchdog(position, rank=me.rank, world_size=me.world_size, store=store, seconds=seconds, record=record)
     with watchdog:
         try:
@@ -302,7 +340,8 @@ def bounded(position: Position, me: RankInfo, *, record: Callable[[int], object]
             is_failure = isinstance(error, dist.DistError) or is_collective_failure(error)
             if is_out_of_memory(error) or not is_failure:
                 raise
-            watchdog.tell("a collective failed: another rank is gone or late", error)
+            if not is_told_by_watcher(error):
+                watchdog.tell("a collective failed: another rank is gone or late", error)
             raise HangError(f"a collective failed: {str(error).splitlines()[0]}") from error
 
 
@@ -323,7 +362,7 @@ def started(spec: Spec, run_dir: Path, *, step: int, attempt: int) -> RunStarted
 
 def leave_world(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
     """Ends the process groups, unless this rank failed: others may then never come, and NCCL would wait for them."""
-    if kind is None or issubclass(kind, Preempted):
+    if kind is None or issubclass(kind, (Preempted, AlertStop)):
         dist.destroy_process_group()
     return False
 
@@ -347,9 +386,19 @@ def leave_room(spec: Spec, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(max(0.5, share), device)
 
 
+def collective_timeout(me: RankInfo, device: torch.device) -> timedelta:
+    """The bound of a group's collectives. NCCL's own end of a rank says nothing of the others, and takes from them who
+    could: it gets longer than who watches needs to tell where every rank stands."""
+    seconds = me.timeout_seconds
+    if device.type == "cuda":
+        seconds += _GRACE + _WATCHER_SECONDS + 5.0
+    return timedelta(seconds=seconds)
+
+
 def join_world(me: RankInfo, device: torch.device) -> None:
     """Makes the default process group."""
-    timeout = timedelta(seconds=me.timeout_seconds)
+    counted.forget()
+    timeout = collective_timeout(me, device)
     meeting: dist.Store
     if isinstance(me.store, FileRendezvous):
         meeting = dist.FileStore(me.store.path, me.world_size)
@@ -373,7 +422,12 @@ def join_world(me: RankInfo, device: torch.device) -> None:
 def tcp_store(where: TcpRendezvous, me: RankInfo, timeout: timedelta) -> dist.Store:
     """A store on rank 0's host whose keys begin with the attempt's prefix."""
     serves = me.rank == 0 and not where.is_open
-    store = dist.TCPStore(where.host, where.port, me.world_size, is_master=serves, timeout=timeout)
+    listening = None
+    if serves:
+        listening = listen_at(where.host, where.port)
+    store = dist.TCPStore(
+        where.host, where.port, me.world_size, is_master=serves, timeout=timeout, master_listen_fd=listening
+    )
     return dist.PrefixStore(where.prefix, store)
 
 

@@ -1,9 +1,9 @@
 """What routers did in a step, of all layers of the model, as numbers that rank 0 can report."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megaspec.core import counted
 from megaspec.log.events import RoutersDone
 from megaspec.nn.moe.router import LOSSES
 from megaspec.parallelism.expert import RouterStatistics
@@ -39,7 +39,7 @@ def router_numbers(built: TrainState, statistics: RouterStatistics | None) -> Te
     # each stage has filled in the rows of its own layers, the others are 0
     group = built.mesh.group("pp")
     if group is not None:
-        dist.all_reduce(table, group=group)
+        counted.all_reduce(table, group=group)
     return table
 
 

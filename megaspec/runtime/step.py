@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megaspec.core import counted
+from megaspec.core.faults import failpoint
 from megaspec.data.batch import Batch
 from megaspec.nn.dropout import Noise
 from megaspec.nn.range_names import OPTIMIZER
@@ -76,7 +77,9 @@ def forward_backward(
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
         built.position.micro = micro
-        out = run_chunk(built, chunk, batches[micro], x, weight=weight, aux_weight=aux_weight)
+        with built.position.forward_pass():
+            failpoint("forward")
+            out = run_chunk(built, chunk, batches[micro], x, weight=weight, aux_weight=aux_weight)
         if built.chunks[chunk].head is not None:
             total.add_(out.detach())
         return out
@@ -149,10 +152,10 @@ def count_tokens(built: TrainState, batches: Sequence[Batch], *, stop: bool) -> 
     mask = torch.stack([b.mask.sum() for b in batches]).sum()
     # every rank of these axes has the same batch
     first = all(built.mesh.index(axis) == 0 for axis in ("tp", "cp", "pp"))
-    counted = mask if first else torch.zeros_like(mask)
-    counts = torch.stack([counted, torch.full_like(counted, int(stop))])
+    valid = mask if first else torch.zeros_like(mask)
+    counts = torch.stack([valid, torch.full_like(valid, int(stop))])
     if built.mesh.world_size > 1:
-        dist.all_reduce(counts)
+        counted.all_reduce(counts)
     return counts[0], counts[1]
 
 
@@ -249,5 +252,5 @@ def _summed(built: TrainState, x: Tensor) -> Tensor:
     """The sum over all ranks but those of one tensor-parallel group, which all have the same."""
     group = built.mesh.group("pp-dp-cp")
     if group is not None:
-        dist.all_reduce(x, group=group)
+        counted.all_reduce(x, group=group)
     return x

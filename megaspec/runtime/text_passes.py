@@ -15,9 +15,9 @@ from math import lcm
 from typing import Protocol, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megaspec.core import counted
 from megaspec.core.errors import NonFiniteError, Preempted
 from megaspec.nn.attention.cache import NewTokens, cached
 from megaspec.nn.decoder import Decoder
@@ -205,7 +205,7 @@ class RankPasses:
     def _told(self, texts: Sequence[GrowingText], drawn: Tensor) -> dict[int, int]:
         """What any rank has drawn, on all of them; on the others it is 0."""
         if self.model.mesh.world_size > 1:
-            dist.all_reduce(drawn)
+            counted.all_reduce(drawn)
         *tokens, n_stops = drawn.tolist()
         if n_stops:
             raise Preempted("stopped while texts were written; those that were done are kept")

@@ -12,10 +12,10 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm, together
+from megaspec.core import counted
 from megaspec.core.errors import Problem, UsageError
 from megaspec.core.layout import Layout, whole
 from megaspec.core.problems import did_you_mean
@@ -227,7 +227,7 @@ def _whole(built: TrainState, shard: WeightShard | None, shape: tuple[int, ...])
         if shard is not None:
             _lay(shard, slab, first)
         if built.mesh.world_size > 1:
-            dist.all_reduce(slab.view(_BITS[built.wide]))
+            counted.all_reduce(slab.view(_BITS[built.wide]))
         out[first:last] = slab
     return out
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from math import isfinite, isnan, prod, sqrt
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megaspec.core import counted
 from megaspec.core.layout import Layout, layouts_as_json, layouts_of_json, whole
 from megaspec.data.batch import Batch
 from megaspec.parallelism.expert import RouterStatistics, buffers_of
@@ -301,15 +301,15 @@ def _gather(local: Tensor, mesh: Mesh) -> list[Tensor]:
     # the lengths first, then padded vectors: ranks receive as much from each
     length = torch.tensor([local.numel()], device=mesh.device)
     lengths = [torch.zeros_like(length) for _ in range(mesh.world_size)]
-    dist.all_gather(lengths, length)
+    counted.all_gather(lengths, length)
     counts = torch.cat(lengths).tolist()
     padded = local.new_zeros(max(counts))
     padded[: local.numel()] = local
     if mesh.rank != 0:
-        dist.gather(padded, None, dst=0)
+        counted.gather(padded, None, dst=0)
         return []
     received = [torch.empty_like(padded) for _ in counts]
-    dist.gather(padded, received, dst=0)
+    counted.gather(padded, received, dst=0)
     return [there[:count] for there, count in zip(received, counts, strict=True)]
 
 

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megaspec.core import faults
 from megaspec.log.events import Event
 from megaspec.log.sinks import SERVICES
@@ -27,6 +29,10 @@ def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keyw
     raise   at that time an error that nobody expects
     full    from that time on there is no space left on the disk
     halt    at that time it stops where it is, alive (SIGSTOP)
+    halt all  at that time it stops every rank, itself last
+    environment  the variable `point` is `mark` in its environment
+    slow    from that time on it takes `seconds` longer each time
+    sleep   at that time it goes on with nothing, alive
     lose    at that time another job takes the run over, as it may when this one has stood still for long
     move    at that time the run folder is renamed
 
@@ -57,8 +63,16 @@ def _arm(run_dir: str, *, kind: str, point: str = "", count: int = 1, seconds: f
             faults.arm(point, _raise, count=count)
         case "full":
             faults.arm(point, _disk_is_full, count=count)
+        case "environment":
+            os.environ[point] = mark
+        case "slow":
+            faults.arm(point, lambda: _compute(seconds), count=count)
         case "halt":
-            faults.arm(point, lambda: os.kill(os.getpid(), signal.SIGSTOP), count=count)
+            faults.arm(point, lambda: _halt(mark), count=count)
+        case "halt all":
+            faults.arm(point, lambda: _halt_all(mark), count=count)
+        case "sleep":
+            faults.arm(point, lambda: _sleep(mark), count=count)
         case "lose":
             faults.arm(point, lambda: _take_over(Path(run_dir)), count=count)
         case "move":
@@ -80,6 +94,33 @@ class Service:
     def close(self) -> None:
         with self._path.open("a") as file:
             file.write("closed\n")
+
+
+def _compute(seconds: float) -> None:
+    """What a rank does that has a slow processor: work, not sleep."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def _halt(mark: str) -> None:
+    if mark:
+        Path(mark).touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _halt_all(mark: str) -> None:
+    Path(mark).touch()
+    # ranks are the children of one process
+    for sibling in psutil.Process().parent().children():
+        if sibling.pid != os.getpid():
+            sibling.suspend()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _sleep(mark: str) -> None:
+    Path(mark).touch()
+    time.sleep(600)
 
 
 def _mark(mark: str) -> None:

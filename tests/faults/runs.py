@@ -15,7 +15,7 @@ from megaspec.log.jsonl import read_metrics
 from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
-from megaspec.run_folder import make_folder, write_run
+from megaspec.run_folder import make_folder, read_run, write_run
 from megaspec_launchers.local import launch
 from megaspec_launchers.rank_factory import RankFactory
 
@@ -24,8 +24,8 @@ ENTRY = "tests.faults.entry:main"
 TARGET = Target(cores=2)
 
 
-def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3, seed: int = 1234) -> Recipe:
-    """Two ranks, a model of a few thousand parameters, evaluations and checkpoints every few steps."""
+def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3, seed: int = 1234, ranks: int = 2) -> Recipe:
+    """Two ranks (or one), a model of a few thousand parameters, evaluations and checkpoints every few steps."""
     return Recipe.model_validate_json(
         json.dumps(
             {
@@ -47,7 +47,7 @@ def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3, seed: int = 
                 "train": {"steps": steps, "global_batch": BATCH, "eval_every": 4, "eval_samples": 2, "seed": seed},
                 "checkpoint": {"every": save_every, "keep": 2},
                 "log": {"console": "quiet", "tensorboard": False},
-                "launcher": {"ranks": 2},
+                "launcher": {"ranks": ranks},
             }
         )
     )
@@ -63,7 +63,8 @@ def make_run(folder: Path, recipe: Recipe, *, target: Target = TARGET) -> Path:
 def go(run: Path, factory: RankFactory, *, fault: dict[str, Any] | None = None, **options: Any) -> int:
     """One launch of a run. -> exit code."""
     options = {"grace_seconds": 20.0, "timeout_seconds": 20.0} | options
-    return launch(str(run), ranks=2, entry=ENTRY, arguments={"fault": fault}, factory=factory, **options)
+    ranks = read_run(run).spec.world_size
+    return launch(str(run), ranks=ranks, entry=ENTRY, arguments={"fault": fault}, factory=factory, **options)
 
 
 @dataclass(frozen=True)

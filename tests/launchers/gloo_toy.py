@@ -52,6 +52,17 @@ def sums(
     return 0
 
 
+def meets(run_dir: str, *, rank: int, world_size: int, store: FileRendezvous, timeout_seconds: float, **_: Any) -> int:
+    """Sums once, and stays until somebody has looked: the file `seen`."""
+    join(rank, world_size, store, timeout_seconds)
+    dist.all_reduce(torch.ones(1))
+    Path(run_dir, f"met-{rank}").touch()
+    end = time.monotonic() + 60
+    while not Path(run_dir, "seen").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    return 0
+
+
 def stuck(
     run_dir: str, *, rank: int, world_size: int, store: FileRendezvous, timeout_seconds: float, culprit: int, **_: Any
 ) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from megaspec.launcher.rendezvous import FileRendezvous
 from megaspec.parallelism.collectives import all_reduce
-from megaspec.runtime.position import Position, RanksAtPosition, Watchdog, _pending_collective, by_position, in_words
+from megaspec.runtime.position import Position, RanksAtPosition, Watchdog, by_position, in_words, pending_collective
 from megaspec.runtime.rank import RankInfo, tell
 from tests.ranks import RankPool
 
@@ -44,7 +45,7 @@ def test_what_nccl_has_not_ended_is_told_by_its_group(group: str, said: str, mon
     entries = [entry | {"state": "completed", "collective_seq_id": 11}, entry | {"state": "started"}]
     dump = json.dumps({"entries": entries})
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda *_: dump, raising=False)
-    assert _pending_collective() == f", waiting for nccl:all_reduce number 12 of {said}"
+    assert pending_collective() == f", waiting for nccl:all_reduce number 12 of {said}"
 
 
 def _times_out() -> None:
@@ -83,9 +84,10 @@ def test_one_message_names_every_rank(tmp_path) -> None:
     assert max(seconds for _, seconds in told) < 8
     first, *lines = told[0][0].splitlines()
     assert first == "a collective failed; where every rank stood:"
-    assert any(
-        "ranks 0, 1: step 7, forward of micro batch 2, layers.3, in _times_out (tests/" in line for line in lines
-    )
+    place = "ranks 0, 1: step 7, forward of micro batch 2, layers.3"
+    collective = r"behind all_reduce number 1 of group \w+"
+    assert any(re.search(rf"{place}, {collective}, in _times_out \(tests/", line) for line in lines), told[0][0]
+    assert any("stack of rank 0, 1:" in line for line in lines)
     assert any("rank 2: step 7, forward of micro batch 1, layers.3" in line for line in lines)
 
 

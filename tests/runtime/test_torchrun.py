@@ -1,18 +1,22 @@
 """Ranks of the local launcher and ranks of torchrun: one run, the same numbers."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megaspec import cli
 from megaspec.commands import starting
 from megaspec.launcher import exit_file
+from megaspec.launcher.heartbeat import read_heartbeat
 from megaspec.log.jsonl import read_metrics
 from megaspec_launchers.local import launch
 from tests.faults.test_stop import wait_for_step
@@ -81,3 +85,42 @@ def test_the_exit_code_that_torchrun_hides_stands_in_the_run_folder(tmp_path, nu
     assert (told.code, told.meaning) == (75, "stopped, what was trained is saved: start again")
     (saved,) = read_all(run)
     assert told.step == saved > 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_stopped_is_told_by_the_others(tmp_path):
+    """No launcher of ours watches: the ranks answer each other, and look at /proc for the one that does not."""
+    run = make_run(
+        tmp_path / "run",
+        {"parallelism.tp": 2, "train.steps": 50_000, "launcher.timeout_seconds": 5.0, "checkpoint.every": 0},
+    )
+    job = subprocess.Popen(
+        [*TORCHRUN, "-m", "megaspec.cli", "resume", str(run)],
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for_step(run, job)
+        beat = read_heartbeat(run)
+        assert (beat.by, beat.state) == ("rank 0", "training")
+        ranks = {}
+        for process in psutil.Process(job.pid).children():
+            rank = process.environ().get("RANK")
+            if rank is not None:
+                ranks[int(rank)] = process
+        began = time.monotonic()
+        ranks[1].suspend()
+        while exit_file.read_exit(run).code is None:
+            assert time.monotonic() - began < 5 + 5 + 2, "nobody noticed"
+            time.sleep(0.1)
+        _, said = job.communicate(timeout=90)
+    finally:
+        job.kill()
+        job.wait()
+    assert exit_file.read_exit(run).code == 74
+    assert re.search(r"rank 0: step \d+, .*in all_reduce number \d+ of all ranks", said), said
+    assert "rank 1: stopped (SIGSTOP, or a debugger), in the kernel's do_signal_stop (on " in said
+    assert "stack of rank 0:" in said
+    assert read_heartbeat(run).state == "failed"
