@@ -32,6 +32,8 @@ _MOST_CHARACTERS = 80
 LARGEST_SCALE = 2.0**128
 # The state of a checkpoint of a run of weights alone: there is no place in a training order.
 WEIGHTS_ALONE = {"holds": "weights"}
+# What a run knows of its own numbers (train/guard.py), in the state of its checkpoints; earlier versions have none.
+NUMBERS = "numbers"
 
 
 def is_imported(run: Spec) -> bool:
@@ -242,7 +244,7 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
     keys = {"step", "samples", "tokens", "optimizer_updates", "loss_scale"}
     if holds_weights_alone(manifest):
         keys.add("holds")
-    if set(state) != keys:
+    if set(state) - {NUMBERS} != keys:
         return [printable(f"state: expected the keys {sorted(keys)}, found {sorted(state)[:8]}")]
     schedule = BatchSchedule(saved.train, moved=saved.samples_moved)
     samples = schedule.consumed(step)
@@ -252,8 +254,12 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
         first_step = saved.forked_from.step
         first_tokens = saved.forked_from.tokens
     most_tokens = first_tokens + (samples - schedule.consumed(first_step)) * saved.data.seq_len
-    # Without a loss scale each step of the run itself updates the weights or ends it. A fork's source may have had one.
-    least_updates = max(0, step - first_step)
+    wrong_numbers = _wrong_numbers(state.get(NUMBERS), saved, step)
+    if wrong_numbers:
+        return wrong_numbers
+    # Each step of the run itself updates the weights, or is counted as skipped, or ends it. A fork's source may have
+    # had a loss scale, and so may the run, which counts what was skipped for it since there are such counts.
+    least_updates = max(0, step - first_step - state.get(NUMBERS, {}).get("skipped", 0))
     if isinstance(saved.precision, Fp16Precision):
         least_updates = 0
     if saved.forked_from == UNKNOWN_ORIGIN:
@@ -271,6 +277,38 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
     if step < first_step:
         problems.append(f"step={step} lies before step {first_step}, with which the fork began")
     return problems or _wrong_scale(state["loss_scale"], saved, step, skipped=step - state["optimizer_updates"])
+
+
+def _wrong_numbers(value: Any, saved: Spec, step: int) -> list[str]:
+    """What is wrong with what a run knows of its numbers (train/guard.py)."""
+    if value is None:
+        return []
+    keys = {"rollbacks", "skipped", "windows", "recent", "values"}
+    if type(value) is not dict or set(value) != keys:
+        return [printable(f"state: numbers={_short(value)}, expected an object of {sorted(keys)}")]
+    problems = [
+        *_outside(value, "rollbacks", 0, LARGEST_NUMBER),
+        *_outside(value, "skipped", 0, step),
+    ]
+    windows = value["windows"]
+    if not _are_rows(windows, (int, int)) or any(not 1 <= first <= last for first, last in windows):
+        problems.append(printable(f"state: windows={_short(windows)}, expected pairs of a first and a last step"))
+    recent = value["recent"]
+    if type(recent) is not list or any(type(one) is not int or not 1 <= one <= step for one in recent):
+        problems.append(printable(f"state: recent={_short(recent)}, expected steps up to {step}"))
+    values = value["values"]
+    if not _are_rows(values, (int, float, float)):
+        problems.append(printable(f"state: values={_short(values)}, expected rows of a step, a loss and a norm"))
+    elif [row[0] for row in values] != sorted({row[0] for row in values}) or any(row[0] > step for row in values):
+        problems.append(f"state: values are not of steps up to {step}, in order")
+    return problems
+
+
+def _are_rows(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a value is a list of lists of these kinds."""
+    if type(value) is not list:
+        return False
+    return all(type(row) is list and tuple(map(type, row)) == kinds for row in value)
 
 
 def _outside(values: Mapping[str, Any], key: str, least: int, most: int) -> list[str]:
