@@ -244,7 +244,10 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
     keys = {"step", "samples", "tokens", "optimizer_updates", "loss_scale"}
     if holds_weights_alone(manifest):
         keys.add("holds")
-    if set(state) - {NUMBERS} != keys:
+    # files of earlier versions know of no such settings, and say nothing of what came of them
+    if "numbers" in manifest.spec["train"]:
+        keys.add(NUMBERS)
+    if set(state) != keys:
         return [printable(f"state: expected the keys {sorted(keys)}, found {sorted(state)[:8]}")]
     schedule = BatchSchedule(saved.train, moved=saved.samples_moved)
     samples = schedule.consumed(step)
@@ -254,12 +257,18 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
         first_step = saved.forked_from.step
         first_tokens = saved.forked_from.tokens
     most_tokens = first_tokens + (samples - schedule.consumed(first_step)) * saved.data.seq_len
-    wrong_numbers = _wrong_numbers(state.get(NUMBERS), saved, step)
-    if wrong_numbers:
-        return wrong_numbers
-    # Each step of the run itself updates the weights, or is counted as skipped, or ends it. A fork's source may have
-    # had a loss scale, and so may the run, which counts what was skipped for it since there are such counts.
-    least_updates = max(0, step - first_step - state.get(NUMBERS, {}).get("skipped", 0))
+    skipped = 0
+    if NUMBERS in keys:
+        wrong_numbers = _wrong_numbers(state[NUMBERS], step)
+        if wrong_numbers:
+            return wrong_numbers
+        skipped = state[NUMBERS]["skipped"]
+    # Each step of the run itself updates the weights, is counted as skipped, or ends the run. A fork's source may have
+    # had a loss scale.
+    least_updates = max(0, step - first_step - skipped)
+    most_updates = step
+    if saved.forked_from is None:
+        most_updates = step - skipped
     if isinstance(saved.precision, Fp16Precision):
         least_updates = 0
     if saved.forked_from == UNKNOWN_ORIGIN:
@@ -270,7 +279,7 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
         *_outside(state, "step", step, step),
         *_outside(state, "samples", samples, samples),
         *_outside(state, "tokens", first_tokens, most_tokens),
-        *_outside(state, "optimizer_updates", least_updates, step),
+        *_outside(state, "optimizer_updates", least_updates, most_updates),
     ]
     if samples > sum(saved.segments):
         problems.append(f"state: samples={samples} lie behind the {sum(saved.segments)} of its training order")
@@ -279,18 +288,16 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
     return problems or _wrong_scale(state["loss_scale"], saved, step, skipped=step - state["optimizer_updates"])
 
 
-def _wrong_numbers(value: Any, saved: Spec, step: int) -> list[str]:
+def _wrong_numbers(value: Any, step: int) -> list[str]:
     """What is wrong with what a run knows of its numbers (train/guard.py)."""
-    if value is None:
-        return []
     keys = {"rollbacks", "skipped", "windows", "recent", "values"}
     if type(value) is not dict or set(value) != keys:
         return [printable(f"state: numbers={_short(value)}, expected an object of {sorted(keys)}")]
-    problems = [
-        *_outside(value, "rollbacks", 0, LARGEST_NUMBER),
-        *_outside(value, "skipped", 0, step),
-    ]
+    problems = _outside(value, "skipped", 0, step)
     windows = value["windows"]
+    if type(windows) is list:
+        # each time the run goes back it leaves something out
+        problems += _outside(value, "rollbacks", len(windows), len(windows))
     if not _are_rows(windows, (int, int)) or any(not 1 <= first <= last for first, last in windows):
         problems.append(printable(f"state: windows={_short(windows)}, expected pairs of a first and a last step"))
     recent = value["recent"]

@@ -54,7 +54,7 @@ class SpikesSpec(Frozen):
     """What counts as a spike of a loss or a gradient norm: more than `threshold` robust standard deviations (1.4826
     times the median absolute deviation, at least 1 % of the median) above the median of the steps before."""
 
-    window: Annotated[PositiveInt, Field(ge=8, le=65536)] = 128
+    window: Annotated[PositiveInt, Field(ge=8, le=4096)] = 128
     """Steps that median and deviation are of: those whose update was applied, up to the last but one. No step is judged
     before there are so many."""
     warmup_steps: NonNegativeCount = 0
