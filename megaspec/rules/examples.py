@@ -674,7 +674,9 @@ _NUMBERS = {
     "numbers-checkpoints": Example(
         ("train.numbers.rollbacks=2", "checkpoint.every=0"), ("checkpoint.every=100",), "train.numbers.rollbacks"
     ),
-    "numbers-before": Example(("train.numbers.before=2",), ("train.numbers.rollbacks=1",), "train.numbers.before"),
+    "numbers-before": Example(
+        ("train.numbers.before=2", "checkpoint.every=10"), ("train.numbers.rollbacks=1",), "train.numbers.before"
+    ),
     "skip-steps": Example(
         ("train.skip_steps=[{first: 9, last: 8}]",), ("train.skip_steps=[{first: 8, last: 9}]",), "train.skip_steps.0"
     ),

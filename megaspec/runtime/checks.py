@@ -81,6 +81,7 @@ class Checks:
         self._built = built
         self._comm = comm
         self._spec = built.spec.train.checks
+        self._sum_every = self._spec.sum_every
         self._step = step
         self.agreed_step = step
         """The last step up to which nothing was found; where the run began, nobody has looked yet."""
@@ -126,7 +127,7 @@ class Checks:
             names, differ = self._first.differences(self._second)
             self._evidence[self._step].differences = (names, differ)
             recomputed = differ.any().to(torch.float64)
-        is_summed = self.compares and self._step % self._spec.sum_every == 0
+        is_summed = self.compares and self._step % self._sum_every == 0
         if self._after is None and not is_summed:
             return changed, recomputed
         kept = self._kept.take()
