@@ -11,7 +11,8 @@ What is found is summed beside the gradient's norm, so that all ranks skip the u
 reads the loss.
 
 Note "What is trusted". Before a checkpoint is written its content is compared, so that every checkpoint of a run that
-compares was agreed on when it was written; none is written once something was found.
+compares was agreed on when it was written; none is written once something was found. A step with bad numbers is looked
+at at once: a flipped exponent makes NaN, and the rank is named before anything is skipped for it.
 
 Note "A step, not a micro batch". Gradients of micro batches are added up inside of matrix products, so that what one of
 them brought can't be told apart afterwards; the smallest whole is a step's. A share of the steps costs as much as the
@@ -84,7 +85,7 @@ class Checks:
         self._sum_every = self._spec.sum_every
         self._step = step
         self.agreed_step = step
-        """The last step up to which nothing was found; where the run began, nobody has looked yet."""
+        """The last step that was looked at, of copies the last comparison; at first where the run began."""
         self._kept, self._others = _all_checksums(built)
         pieces = [*self._kept.pieces, *self._others.pieces]
         self._copies = _Copies(comm, [piece.key for piece in pieces], device=built.device)
@@ -137,7 +138,7 @@ class Checks:
             self._fold(kept)
         return changed, recomputed
 
-    def after_update(self, updated: Tensor) -> Tensor:
+    def after_update(self) -> Tensor:
         differing = torch.zeros((), dtype=torch.float64, device=self._built.device)
         if self.compares and self._step % self._spec.replicas_every == 0:
             differing = self._compare()
@@ -147,8 +148,9 @@ class Checks:
             self._after = self._kept.take()
         return differing
 
-    def before_save(self, step: int) -> "Suspicion | None":
-        """Looks at what a checkpoint is about to hold. -> what was found, the same on all ranks; None: nothing."""
+    def look_now(self, step: int) -> "Suspicion | None":
+        """Looks at what ranks hold behind a step: before a checkpoint is written, and where its numbers were bad, which
+        a bit in an exponent may be the reason of. -> what was found, the same on all ranks; None: nothing."""
         if self._after is None and not self.compares:
             return None
         self._step = step
@@ -172,7 +174,10 @@ class Checks:
 
     def note_clean(self, step: int) -> None:
         """The host has read that nothing was found in a step."""
-        if self.compares and step % self._spec.replicas_every == 0:
+        looked = sampled(step - 1, self._spec.state) or sampled(step, self._spec.recompute)
+        if self.compares:
+            looked = step % self._spec.replicas_every == 0
+        if looked:
             self.agreed_step = step
 
     def accuse(self, step: int, *, n_changed: float, n_recomputed: float, n_differing: float) -> "Suspicion":
@@ -227,9 +232,8 @@ class Checks:
     def _who_computed(self, evidence: _Evidence) -> _Accused:
         mine: list[Difference] = []
         if evidence.differences is not None:
-            names, differ = evidence.differences
-            mine = [(name.startswith(_LOCAL), name) for name, one in zip(names, differ.tolist(), strict=True) if one]
-        return _who_differs_from_itself(self._comm.gather(mine[:_MOST_NAMED]))
+            mine = _told(*evidence.differences)
+        return _who_differs_from_itself(self._comm.gather(mine))
 
     def _whose_copies(self, evidence: _Evidence) -> _Accused:
         reports = self._comm.gather(evidence.compared.tolist())
@@ -238,9 +242,8 @@ class Checks:
             return accused
         # as many say this as that: who computes the last step otherwise when it is computed again is the one
         first = self._computed(self._run)
-        names, differ = first.differences(self._computed(self._run))
-        mine = [(name.startswith(_LOCAL), name) for name, one in zip(names, differ.tolist(), strict=True) if one]
-        found = _who_differs_from_itself(self._comm.gather(mine[:_MOST_NAMED]))
+        mine = _told(*first.differences(self._computed(self._run)))
+        found = _who_differs_from_itself(self._comm.gather(mine))
         both = {rank: name for rank, name in accused.tensors.items() if rank in found.tensors}
         if both and len(both) < len(accused.tensors):
             return _Accused("replicas", both, is_certain=True)
@@ -275,6 +278,11 @@ _WHAT = {
     "recompute": "computes the same step twice and comes to another {tensor}",
     "replicas": "holds another {tensor} than other ranks, which should be a copy",
 }
+_SAVED = {
+    "memory": "Nothing was saved since it changed",
+    "recompute": "The update was not applied, nothing of this step was saved",
+    "replicas": "Nothing was saved since they last agreed",
+}
 
 
 def said(event: HardwareSuspected, others: Sequence[int], world_size: int) -> str:
@@ -290,7 +298,7 @@ def said(event: HardwareSuspected, others: Sequence[int], world_size: int) -> st
         text += f"; ranks {', '.join(map(str, others[:_MOST_NAMED]))} agree"
     if not event.is_certain:
         text += "; which of them is wrong can't be told from this"
-    text += f". Nothing was saved since; step {event.agreed_step} was the last that was found in order. "
+    text += f". {_SAVED[event.what]}; step {event.agreed_step} was the last that was found in order. "
     return f"{text}Take the machine out, and go on with megaspec resume"
 
 
@@ -335,6 +343,15 @@ class _Fingerprint:
         """What was computed, and whether it differs."""
         assert self.names == other.names, f"{len(self.names)} and {len(other.names)} parts of the same step"
         return self.names, torch.stack(self.sums) != torch.stack(other.sums)
+
+
+def _told(names: Sequence[str], differ: Tensor) -> list[Difference]:
+    """The first differences of a rank, for the others: those before ranks summed anything come first."""
+    found = []
+    for name, is_so in zip(names, differ.tolist(), strict=True):
+        if is_so:
+            found.append((name.startswith(_LOCAL), name))
+    return found[:_MOST_NAMED]
 
 
 def _who_differs_from_itself(reports: Sequence[Sequence[Difference]]) -> _Accused:

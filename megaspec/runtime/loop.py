@@ -525,6 +525,12 @@ class Run:
             return
         self._suspect(self.checks.accuse(step, n_changed=changed, n_recomputed=recomputed, n_differing=differing))
 
+    def _look_now(self, step: int) -> None:
+        """Raises HardwareError where ranks hold what they should not behind a step."""
+        suspicion = self.checks.look_now(step)
+        if suspicion is not None:
+            self._suspect(suspicion)
+
     def _suspect(self, suspicion: Suspicion) -> Never:
         self.emit(suspicion.event)
         raise suspicion.error
@@ -534,6 +540,8 @@ class Run:
 
         `is_finite`: all of them are, on all ranks. `loss`: as this rank has it."""
         step = pending.step
+        if self.checks is not None:
+            self._look_now(step)
         verdict = self.guard.judge(step, is_finite=is_finite)
         where = first_seen(self.built, self.comm, verdict=verdict, result=pending.result)
         samples = range(self.schedule.consumed(step - 1), self.schedule.consumed(step))
@@ -589,9 +597,7 @@ class Run:
             return
         self.built.position.mark("saving")
         if self.checks is not None:
-            suspicion = self.checks.before_save(self.step)
-            if suspicion is not None:
-                self._suspect(suspicion)
+            self._look_now(self.step)
         spec = self.built.spec
         start = time.perf_counter()
         state = progress(

@@ -50,8 +50,8 @@ class StepChecks(Protocol):
         """Gradients are summed. -> whether memory has changed, whether the step was computed otherwise before: 0 or 1
         of this rank, scalars."""
 
-    def after_update(self, updated: Tensor) -> Tensor:
-        """The update is done. `updated`: 0 where it was skipped. -> comparisons in which ranks differ, a scalar."""
+    def after_update(self) -> Tensor:
+        """The update is done, or was skipped. -> comparisons in which ranks differ, a scalar."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def train_step(
     scaler.update((~torch.isfinite(norm) | ~torch.isfinite(loss)).to(torch.float32))
     differing = torch.zeros_like(norm)
     if checks is not None:
-        differing = checks.after_update(1 - skip)
+        differing = checks.after_update()
     on_phase(UPDATE)
     return StepResult(
         loss=loss,

@@ -70,7 +70,7 @@ def test_flips_in_what_ranks_hold_alike_are_found_and_named(tmp_path, pool):
     assert text.startswith("HardwareError: step ")
     assert f"rank {faults[0]['on']} of 4 (host " in text
     assert "than other ranks, which should be a copy; ranks " in text
-    assert "Nothing was saved since; step 0 was the last that was found in order" in text
+    assert "Nothing was saved since they last agreed; step 0 was the last that was found in order" in text
 
 
 def test_of_two_copies_both_are_named(tmp_path, pool):
@@ -110,6 +110,29 @@ def test_wrong_gradients_are_found_by_computing_again(layout, tmp_path, pool):
     results = pool.run(troubles.with_wrong_gradients, made.model_dump_json(), str(tmp_path), faults, ranks=2)
     check_found(results, faults, within=1, what="recompute")
     assert "computes the same step twice and comes to another gradient of " in results[0][0]["end"]
+
+
+def test_a_flip_that_makes_nan_is_the_hardware_s(tmp_path, pool):
+    """Of an exponent: the rank is named, not a learning rate, and nothing is skipped for it."""
+    made = spec({**SMALL, **DP4, "train.checks": {"replicas_every": 12}, "train.numbers": {"skips": 3}})
+    # found among random ones: an exponent of the embedding or so
+    faults = [{"on": 1, "step": 1, "kind": "weights", "seed": 1912169913}]
+    results = pool.run(troubles.with_flips, made.model_dump_json(), str(tmp_path), faults, ranks=4)
+    check_found(results, faults, within=1)
+    assert named_tensor(hit_of(results, 0), results[0][0]["suspected"][0])
+    unchecked = spec({**SMALL, **DP4})
+    ((found, *_), *_) = pool.run(
+        troubles.with_flips, unchecked.model_dump_json(), str(tmp_path / "unchecked"), faults, ranks=4
+    )
+    assert found["code"] == 76
+
+
+def test_computing_again_tells_which_of_two_copies_it_is(tmp_path, pool):
+    """A rank that has computed wrongly, and does so again."""
+    made = spec({**SMALL, **DP2, **REPLICAS, "train.deterministic": True})
+    faults = [{"on": 1, "step": 3, "kind": "master", "seed": 5, "always_wrong": True}]
+    results = pool.run(troubles.with_flips, made.model_dump_json(), str(tmp_path), faults, ranks=2)
+    check_found(results, faults, within=EVERY)
 
 
 def test_nothing_is_saved_once_copies_differ(tmp_path, pool):

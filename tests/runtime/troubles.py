@@ -4,6 +4,7 @@ import random
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def flip_bit(tensor: torch.Tensor, draw: random.Random) -> None:
         place.append(index)
     one = tensor[tuple(reversed(place))]
     word = one.reshape(1).clone().view(torch.uint8)
-    word[draw.randrange(len(word))] ^= 1 << draw.randrange(8)
+    bit = draw.randrange(8 * len(word))
+    word[bit // 8] ^= 1 << (bit % 8)
     one.copy_(word.view(tensor.dtype).reshape(()))
 
 
@@ -102,6 +104,13 @@ def tensors_to_hit(built: TrainState, kind: str) -> dict[str, torch.Tensor]:
             if one.numel():
                 found[f"optim/{state}/{name}"] = one
     return found
+
+
+def spoil_always(built: TrainState, draw: random.Random, bucket: Any) -> None:
+    """The last bit of some gradient is another one each time."""
+    gradient = bucket.division.view(bucket.sums.whole, bucket.names[0]).view(-1)
+    gradient[draw.randrange(len(gradient))] += 1e-6 * draw.random()
+    built.data_parallel._before_reduce(bucket)
 
 
 def with_flips(rank: int, text: str, folder: str, flips: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -125,6 +134,9 @@ def with_flips(rank: int, text: str, folder: str, flips: list[dict[str, Any]]) -
             name = draw.choice(sorted(found))
             hit.append(name)
             flip_bit(found[name], draw)
+            if fault.get("always_wrong"):
+                wrong = partial(spoil_always, run.built, draw)
+                run.built.data_parallel._reductions._on_reduce = wrong
 
         faults.arm("step", each_step)
         result = how_it_ended(run)
