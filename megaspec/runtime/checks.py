@@ -460,7 +460,7 @@ def _pieces_of(source: str, stored: str, name: str, layout: Layout) -> list[Summ
     for piece in layout.pieces:
         found.append(Summed(_key(stored, piece.global_start, piece.shape), source, name, piece.local_slices))
     n_rows = sum(piece.shape[0] for piece in layout.pieces)
-    if layout.pieces and n_rows < layout.local_shape[0]:
+    if n_rows < layout.local_shape[0]:
         # rows that pad the vocabulary: zero on all ranks
         padding = slice(n_rows, layout.local_shape[0])
         key = _key(stored, (layout.shape[0], n_rows), layout.local_shape)

@@ -131,7 +131,7 @@ def with_flips(rank: int, text: str, folder: str, flips: list[dict[str, Any]]) -
                 return
             draw = random.Random(fault["seed"])
             found = tensors_to_hit(run.built, fault["kind"])
-            name = draw.choice(sorted(found))
+            name = fault.get("name") or draw.choice(sorted(found))
             hit.append(name)
             flip_bit(found[name], draw)
             if fault.get("always_wrong"):
