@@ -61,7 +61,7 @@ def named_tensor(hit: str, event: dict) -> bool:
 def test_flips_in_what_ranks_hold_alike_are_found_and_named(tmp_path, pool):
     """Four replicas: the one that differs from the others."""
     made = spec({**SMALL, **DP4, **REPLICAS})
-    faults = flips(12, ranks=4, kinds=("master", "state", "weights"), seed=1, steps=range(1, 8))
+    faults = flips(6, ranks=4, kinds=("master", "state", "weights"), seed=1, steps=range(1, 8))
     results = pool.run(troubles.with_flips, made.model_dump_json(), str(tmp_path), faults, ranks=4)
     check_found(results, faults, within=EVERY)
     for number in range(len(faults)):
@@ -96,7 +96,7 @@ def test_reading_memory_again_tells_which_of_two_it_is(tmp_path, pool):
 @pytest.mark.parametrize("layout", [FSDP, ZERO1], ids=["fsdp", "zero1"])
 def test_flips_in_shards_are_found_at_once_at_rate_1(layout, tmp_path, pool):
     made = spec({**SMALL, **layout, "train.checks": {"state": 1.0}})
-    faults = flips(6, ranks=2, kinds=("master", "state", "weights"), seed=4, steps=range(2, 10))
+    faults = flips(3, ranks=2, kinds=("master", "state", "weights"), seed=4, steps=range(2, 10))
     # rows that pad the vocabulary are memory, too: rank 1 holds nothing else of the embedding
     faults.append({"on": 1, "step": 3, "kind": "master", "seed": 0, "name": "model/embed.weight"})
     results = pool.run(troubles.with_flips, made.model_dump_json(), str(tmp_path), faults, ranks=2)
@@ -105,10 +105,12 @@ def test_flips_in_shards_are_found_at_once_at_rate_1(layout, tmp_path, pool):
         assert results[0][number]["suspected"][0]["tensors"] == [hit_of(results, number)]
 
 
-@pytest.mark.parametrize("layout", [DP2, FSDP, ZERO1], ids=["dp", "fsdp", "zero1"])
+@pytest.mark.parametrize(
+    "layout", [DP2, FSDP, pytest.param(ZERO1, marks=pytest.mark.slow)], ids=["dp", "fsdp", "zero1"]
+)
 def test_wrong_gradients_are_found_by_computing_again(layout, tmp_path, pool):
     made = spec({**SMALL, **layout, "train.deterministic": True, "train.checks": {"recompute": 1.0}})
-    faults = flips(6, ranks=2, kinds=("gradient",), seed=5, steps=range(1, 10))
+    faults = flips(3, ranks=2, kinds=("gradient",), seed=5, steps=range(1, 10))
     results = pool.run(troubles.with_wrong_gradients, made.model_dump_json(), str(tmp_path), faults, ranks=2)
     check_found(results, faults, within=1, what="recompute")
     assert "computes the same step twice and comes to another gradient of " in results[0][0]["end"]
@@ -175,7 +177,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# What the others hold in another combination.
+SLOW = ("dp4", "tp2 sequence parallel", "hsdp", "pp2 dp2", "muon", "fp16")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS])
 def test_nothing_is_found_where_nothing_is_wrong(name, tmp_path, pool):
     checks = {"replicas_every": 2, "state": 1.0, "recompute": 1.0}
     content = {**SMALL, "train.steps": 8, "train.global_batch": 8, "train.micro_batch": 1, "checkpoint.every": 4}
