@@ -162,7 +162,9 @@ def with_wrong_gradients(rank: int, text: str, folder: str, flips: list[dict[str
         def spoil(bucket: Any, run: Run = run, fault: dict[str, Any] = fault, left: list[int] = left) -> None:
             if left and run.step + 1 == fault["step"]:
                 left.pop()
-                flip_bit(bucket.sums.whole, random.Random(fault["seed"]))
+                draw = random.Random(fault["seed"])
+                # of a gradient: between them lies what nobody reads
+                flip_bit(bucket.division.view(bucket.sums.whole, draw.choice(bucket.names)), draw)
             run.built.data_parallel._before_reduce(bucket)
 
         data._reductions._on_reduce = spoil
