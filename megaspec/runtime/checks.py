@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.checkpoint.comm import Comm
-from megaspec.core.errors import HardwareError
+from megaspec.core.errors import HardwareError, Problem, RecipeError
 from megaspec.core.layout import Layout
 from megaspec.log.events import HardwareSuspected
 from megaspec.parallelism.bucket import Bucket
@@ -78,7 +78,7 @@ class Checks:
     """The checks of one rank. All ranks make theirs together, and call each method together."""
 
     def __init__(self, built: TrainState, comm: Comm, *, step: int):
-        """`step`: steps that are done."""
+        """`step`: steps that are done. RecipeError: copies are to be compared, and there are none."""
         self._built = built
         self._comm = comm
         self._spec = built.spec.train.checks
@@ -89,6 +89,13 @@ class Checks:
         self._kept, self._others = _all_checksums(built)
         pieces = [*self._kept.pieces, *self._others.pieces]
         self._copies = _Copies(comm, [piece.key for piece in pieces], device=built.device)
+        if self._spec.replicas_every and not self._copies.exist:
+            key = "train.checks.replicas_every"
+            text = (
+                f"{key}={self._spec.replicas_every} compares what several ranks hold alike, and none do in this layout"
+            )
+            problem = Problem(key, f"{text}; set {key}=0 and train.checks.state in its place", code="checks-copies")
+            raise RecipeError([problem])
         self._evidence: dict[int, _Evidence] = {}
         self._run: Callable[[], Tensor] | None = None
         self._first: _Fingerprint | None = None

@@ -84,6 +84,16 @@ def test_of_two_copies_both_are_named(tmp_path, pool):
         assert "which of them is wrong can't be told from this" in results[0][number]["end"]
 
 
+def test_comparing_nothing_is_refused(tmp_path, pool):
+    """What the rule can't know: stages that share nothing, each in shards."""
+    layout = {"parallelism.pp": 2, "parallelism.pipeline": {"schedule": "1f1b"}, **FSDP}
+    made = spec({**SMALL, **layout, **REPLICAS, "train.global_batch": 8, "train.micro_batch": 1})
+    results = pool.run(troubles.with_flips, made.model_dump_json(), str(tmp_path), [{"on": 9, "step": 1}], ranks=4)
+    for of_rank in results:
+        assert of_rank[0]["code"] == 64
+        assert "train.checks.replicas_every=5 compares what several ranks hold alike, and none do" in of_rank[0]["end"]
+
+
 def test_reading_memory_again_tells_which_of_two_it_is(tmp_path, pool):
     made = spec({**SMALL, **DP2, "train.checks": {"replicas_every": EVERY, "state": 1.0}})
     faults = flips(3, ranks=2, kinds=("master", "state", "weights"), seed=3, steps=range(2, 8))
