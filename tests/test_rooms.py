@@ -251,6 +251,10 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         assert cli.main(["checkpoint", "inspect", "runs/1"]) == 0
         # with what data is made is told where there is none
         assert cli.main(["train", "recipe=tiny", "name=gone", "data.blend=[{prefix: gone}]"]) == 65
+        # what is done about a spike is asked where there is one: what is above the median counts as such
+        guarded = ["train.numbers={skips: 1, rollbacks: 1, before: 1, spikes: {window: 8, threshold: 1e-6}}"]
+        guarded += ["train.skip_steps=[{first: 2, last: 3}]", "train.steps=40", "checkpoint.every=2"]
+        assert cli.main(["train", "recipe=tiny", "name=guarded", "train.checks.state=0.5", *guarded]) == 76
         assert cli.main(["resume", "runs/gpt", "--fork", "forked", "train.steps=5"]) == 0
         # whose a checkpoint is that is not the fork's own is asked only where there is one
         shutil.copytree("runs/gpt/checkpoints/step-00000003", "runs/forked/checkpoints/step-00000003")

@@ -406,10 +406,13 @@ def _linears_in_fp8(recipe: Recipe, rank: int) -> list[Linear]:
 
 
 def _numbers_of_the_step(recipe: Recipe, topology: Topology) -> Iterator[Collective]:
-    """Scalars that each rank knows in part: the gradient's norm, the loss, tokens and the ranks that want to stop."""
+    """Scalars that each rank knows in part: the gradient's norm with what ranks agree on beside it, the loss, tokens
+    and the ranks that want to stop."""
     what = "norm, loss, tokens"
     # tensor-parallel ranks have the same loss
     loss_axes = tuple(axis for axis in DENSE_AXES if axis != "tp")
-    yield from topology.make(what, "all_reduce", DENSE_AXES, _FP64, 1, phase="step")
+    # whether its loss is finite and within its limit, whether its memory and computation are in order (runtime/step.py)
+    beside_norm = 4
+    yield from topology.make(what, "all_reduce", DENSE_AXES, (1 + beside_norm) * _FP64, 1, phase="step")
     yield from topology.make(what, "all_reduce", loss_axes, layer_run(recipe).wide, 1, phase="step")
     yield from topology.make(what, "all_reduce", DENSE_AXES, 2 * _INDEX, 1, phase="step")

@@ -14,8 +14,11 @@ from megaspec.log.alerts import alert_text
 from megaspec.log.events import (
     AlertRaised,
     CheckpointSaved,
+    DataLeftOut,
     EvalDone,
     Event,
+    HardwareSuspected,
+    RolledBack,
     RoutersDone,
     RunEnded,
     RunStarted,
@@ -23,6 +26,7 @@ from megaspec.log.events import (
     SlowRank,
     StepDone,
     StepsProfiled,
+    UpdateSkipped,
 )
 from megaspec.log.profile_table import table_lines
 from megaspec.log.speed import speed_of
@@ -63,6 +67,17 @@ class ConsoleSink:
                 self._routers = event
             case StepDone():
                 self._step(event)
+            case UpdateSkipped():
+                self._line(printable(skipped_text(event)))
+            case RolledBack():
+                self._recent.clear()
+                self._line(printable(rolled_back_text(event)))
+            case DataLeftOut():
+                last = event.first_sample + event.samples - 1
+                self._line(f"step {event.step}/{event.steps}  left out: samples {event.first_sample} to {last}")
+            case HardwareSuspected():
+                # the error that ends the run says it
+                pass
             case StepsProfiled():
                 self._line(printable("\n".join(table_lines(event)), keep="\n"))
             case SlowRank():
@@ -132,6 +147,27 @@ class ConsoleSink:
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+def skipped_text(event: UpdateSkipped) -> str:
+    """Why an update was not applied, and how many more may not be."""
+    last = event.first_sample + event.samples - 1
+    text = f"step {event.step}  {bad_numbers(event)}: update skipped, {event.recent} of {event.allowed} within"
+    return f"{text} {event.within} steps; seen in the {event.where}; samples {event.first_sample} to {last}"
+
+
+def rolled_back_text(event: RolledBack) -> str:
+    """Where a run goes back to, and what it leaves out from there."""
+    last = event.first_sample + event.samples - 1
+    text = f"step {event.from_step}  {bad_numbers(event)}, seen in the {event.where}: back to step {event.step}, "
+    text += f"rollback {event.rollbacks} of {event.allowed}; the data of steps {event.first_left_out} to "
+    return f"{text}{event.last_left_out} is left out, samples {event.first_sample} to {last}"
+
+
+def bad_numbers(event: UpdateSkipped | RolledBack) -> str:
+    """The numbers of a step that were too much."""
+    what = "not finite" if event.kind == "nonfinite" else "a spike"
+    return f"{what}: loss {event.loss:.4g}, grad norm {event.grad_norm:.4g}"
 
 
 def fitted(parts: Sequence[str], width: int) -> str:

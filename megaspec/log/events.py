@@ -46,7 +46,7 @@ class StepDone:
     first_sample: int
     """Position of the step's first sequence in the data order."""
     skipped: bool
-    """The update was not applied, since the gradient was not finite."""
+    """The update was not applied, since loss or gradient were not finite or spiked."""
     loss_scale: float | None
     seconds: float
     """From the end of the step before to the end of this one: on a GPU as its events tell."""
@@ -72,6 +72,92 @@ class StepDone:
     """Of rank 0's device: what is left of summing gradients over ranks once the last backward pass is done."""
     optimizer_seconds: float | None = None
     """Of rank 0's device: gradient norm, clipping, update, and gathering the weights that it made."""
+
+
+@dataclass(frozen=True)
+class UpdateSkipped:
+    """Loss or gradient norm were not finite or spiked, and the run goes on without the update; comes before the step's
+    StepDone."""
+
+    step: int
+    kind: str
+    """nonfinite or spike."""
+    loss: float
+    grad_norm: float
+    loss_limit: float
+    """Above it the loss is a spike; infinite where it was held to none."""
+    grad_norm_limit: float
+    where: str
+    """Weight, loss or gradient in which it was first seen, and on which rank; of a spike the largest gradient."""
+    first_sample: int
+    """Position of the step's first sequence in the data order."""
+    samples: int
+    """Sequences of the step."""
+    recent: int
+    """Updates that were skipped within the last `within`, this one included."""
+    allowed: int
+    """How many may be: train.numbers.skips."""
+    within: int
+    """Steps over which they are counted."""
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """The run goes on from an earlier step, without the data of some steps. What was logged behind `step` is void."""
+
+    step: int
+    """Of the checkpoint."""
+    from_step: int
+    """The last step that is taken back."""
+    first_left_out: int
+    """The first step whose data is left out."""
+    last_left_out: int
+    first_sample: int
+    """Position of the first sequence that is left out."""
+    samples: int
+    """Sequences that are left out."""
+    kind: str
+    """This and the next three: of the step that was too much, as in UpdateSkipped."""
+    loss: float
+    grad_norm: float
+    where: str
+    rollbacks: int
+    """How often the run went back, this time included."""
+    allowed: int
+    """How often it may: train.numbers.rollbacks."""
+
+
+@dataclass(frozen=True)
+class DataLeftOut:
+    """A step that updates nothing, since its data is left out: train.skip_steps, or the run went back before it."""
+
+    step: int
+    steps: int
+    first_sample: int
+    """Position of the step's first sequence in the data order."""
+    samples: int
+    """Sequences of the step."""
+
+
+@dataclass(frozen=True)
+class HardwareSuspected:
+    """A rank that computes or remembers wrongly; the run ends behind it."""
+
+    step: int
+    what: str
+    """replicas: copies differ. memory: it changed by itself. recompute: the same step came to other numbers."""
+    ranks: list[int]
+    """Those that are suspected."""
+    hosts: list[str]
+    """By suspected rank: its machine."""
+    devices: list[str]
+    """By suspected rank: its device."""
+    tensors: list[str]
+    """By suspected rank: the first tensor in which it was seen."""
+    is_certain: bool
+    """False where two copies differ and nothing says which of them is wrong: both are named."""
+    agreed_step: int
+    """The last step at which nothing was found."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +351,12 @@ Event = (
     | SlowRank
     | PaceMeasured
     | AlertRaised
+    | UpdateSkipped
+    | RolledBack
+    | DataLeftOut
+    | HardwareSuspected
+    | RoutersDone
+    | StepsProfiled
     | EvalDone
     | CheckpointSaved
     | Sampled
@@ -294,6 +386,10 @@ to the bit."""
 NAMES: dict[type, str] = {
     RunStarted: "start",
     StepDone: "step",
+    UpdateSkipped: "skip",
+    RolledBack: "rollback",
+    DataLeftOut: "left_out",
+    HardwareSuspected: "hardware",
     RoutersDone: "routers",
     StepsProfiled: "profile",
     SlowRank: "slow",

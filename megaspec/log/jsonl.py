@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from megaspec.core.bounded_json import parse_json
 from megaspec.core.regular_files import open_inside, write_beside
-from megaspec.log.events import NAMES, EvalDone, Event
+from megaspec.log.events import NAMES, EvalDone, Event, RolledBack
 
 # Lines that are kept while they can't be written.
 MOST_WAITING = 100_000
@@ -32,7 +32,7 @@ class JsonlSink:
     """Appends events to a file. `step`: where the run goes on; lines of later steps, and a torn last one, are cut off.
 
     A damaged line in front of lines that stay is left as it is. Where the file has another name as well, as one that
-    was copied by hard links, that one keeps its lines.
+    was copied by hard links, that one keeps its lines. Where the run goes back they are cut off as well.
 
     A line is in the kernel's hands when `__call__` returns, so a killed process loses none. OSError when a line can't
     be written; it is then kept, and written before the next one.
@@ -48,6 +48,8 @@ class JsonlSink:
         os.ftruncate(self._fd, self._length)
 
     def __call__(self, event: Event) -> None:
+        if isinstance(event, RolledBack):
+            self._cut(event.step)
         line = {"event": NAMES[type(event)], "time": round(time.time(), 3), **asdict(event)}
         text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False)
         self._waiting.append(text.encode(errors="backslashreplace") + b"\n")
@@ -59,6 +61,14 @@ class JsonlSink:
             self._write_waiting()
         finally:
             os.close(self._fd)
+
+    def _cut(self, step: int) -> None:
+        """Takes lines of later steps away, those that are not written yet, too."""
+        self._waiting = deque((line for line in self._waiting if not _is_later(line, step)), maxlen=MOST_WAITING)
+        # lines are appended wherever the file is read
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        self._length = _length_until(self._fd, step)
+        os.ftruncate(self._fd, self._length)
 
     def _write_waiting(self) -> None:
         while self._waiting:
@@ -136,6 +146,11 @@ def _length_until(fd: int, step: int) -> int:
             if found is not None:
                 length = read
     return length
+
+
+def _is_later(line: bytes, step: int) -> bool:
+    found = _step_of(line)
+    return found is not None and found > step
 
 
 def _step_of(line: bytes) -> int | None:

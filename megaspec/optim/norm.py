@@ -1,6 +1,6 @@
 """The gradient norm of the whole model, each parameter counted once in every layout."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,16 @@ class LocalNorms:
     """[n]: the norm of each gradient that this rank holds, in their order, copies of other ranks' included."""
     square: Tensor
     """Scalar: the sum of squares of what is counted here, so that the sum over all ranks counts everything once."""
+
+
+@dataclass(frozen=True)
+class GlobalNorm:
+    """What all ranks know together. float64, and the same to the bit on all of them."""
+
+    norm: Tensor
+    """Scalar."""
+    beside: Tensor
+    """[k]: what was summed beside it."""
 
 
 def local_norms(
@@ -60,9 +70,10 @@ def local_norms(
     return LocalNorms(each, square)
 
 
-def global_norm(square: Tensor, *, world_size: int) -> Tensor:
-    """The norm over all parameters and ranks, a float64 scalar. `square`: see LocalNorms."""
+def global_norm(square: Tensor, *, world_size: int, beside: Sequence[Tensor] = ()) -> GlobalNorm:
+    """The norm over all parameters and ranks. `square`: see LocalNorms. `beside`: scalars whose sums over all ranks are
+    wanted, too, and travel with it in one all-reduce."""
+    sums = torch.stack([square, *(one.to(square.dtype) for one in beside)])
     if world_size > 1:
-        square = square.clone()
-        counted.all_reduce(square)
-    return square.sqrt()
+        counted.all_reduce(sums)
+    return GlobalNorm(sums[0].sqrt(), sums[1:])

@@ -146,6 +146,8 @@ class DataParallel:
                 if bucket.names[0] in self._narrow:
                     bucket.hold_bytes()
         self._on_update = on_update
+        self.on_reduce: Callable[[Bucket], None] | None = None
+        """Is called with a bucket whose whole sums are about to be summed over ranks."""
         self._gathers = self._make_gathers([b for b in self.buckets if self.is_gathered(b)], on_free)
         self._reductions.connect(self._linears, self._tables_of(chunks), sums)
         self._share_out(layouts)
@@ -169,8 +171,13 @@ class DataParallel:
             form=torch.bfloat16 if self._sharing.grad_reduce == "bf16" else None,
             kept=self._keeps_sums,
             overlap=self._sharing.overlap_grad_reduce,
+            on_reduce=self._before_reduce,
             on_summed=self._take_norms,
         )
+
+    def _before_reduce(self, bucket: Bucket) -> None:
+        if self.on_reduce is not None:
+            self.on_reduce(bucket)
 
     def _take_norms(self, bucket: Bucket) -> None:
         """Of gradients that are what they stay: beside the rest of the backward pass, where reductions are."""
@@ -357,6 +364,13 @@ class DataParallel:
         """The rows of a parameter that this rank updates."""
         bucket = self._bucket_of[name]
         return bucket.division.rows(name, bucket.shard_group.index)
+
+    @property
+    def gathered(self) -> dict[str, nn.Parameter]:
+        """Parameters that other ranks update shares of, and that lie whole on this rank between steps."""
+        if self._shards_weights:
+            return {}
+        return {name: one for name, one in self.parameters.items() if self.is_gathered(self._bucket_of[name])}
 
     def start_step(self) -> None:
         """Forgets the last step's sums; the first gradient of each parameter overwrites them."""

@@ -32,15 +32,18 @@ class Reductions:
         form: torch.dtype | None,
         kept: bool,
         overlap: bool,
+        on_reduce: Callable[[Bucket], None],
         on_summed: Callable[[Bucket], None],
     ):
-        """`form`: of gradients on their way between ranks; None: as they are summed. `on_summed` is called behind the
+        """`form`: of gradients on their way between ranks; None: as they are summed. `on_reduce` is called before ranks
+        sum the gradients of a bucket, whose whole sums then hold what this rank has. `on_summed` is called behind the
         reduction that makes a bucket's shard this step's gradient, and may start work on it, beside the computation."""
         self._buckets = buckets
         self._side = side
         self._form = form
         self._kept = kept
         self._overlap = overlap
+        self._on_reduce = on_reduce
         self._on_summed = on_summed
         self._passes: dict[int | None, int] = {}
         """Backward passes of this step that have begun, by chunk."""
@@ -213,6 +216,7 @@ class Reductions:
             self._reduce(waiting.popleft(), final=True)
 
     def _reduce(self, bucket: Bucket, *, final: bool) -> None:
+        self._on_reduce(bucket)
         with self._side.after_now():
             bucket.scatter(self._form, add=bucket.reduced > 0)
             if final:

@@ -42,7 +42,40 @@ def hints(spec: Spec, hardware: Hardware, throughput: MeasuredThroughput, *, sec
         *_attention_dropout(spec, hardware, throughput, seconds),
         *_wide_tp(spec, hardware, throughput, seconds),
         *_deterministic(spec),
+        *_checks(spec, hardware, seconds),
     )
+
+
+def _checks(spec: Spec, hardware: Hardware, seconds: float) -> Iterator[Hint]:
+    """What looking for bad hardware reads and computes, beside the times of the plan."""
+    checks = spec.train.checks
+    key = "train.checks"
+    stage = fullest(memory_of(spec, device=spec.device))
+    # weights, master weights and moments: what lies there from update to update
+    held = stage.weights + stage.optimizer
+    # copies are read once before an update; memory once behind it and once before the next, which is the same reading
+    readings = 2 * checks.state
+    if checks.replicas_every:
+        readings = 1 / checks.sum_every + checks.state
+    told = []
+    overrides = []
+    if readings:
+        read = readings * held
+        told.append(
+            f"reads {bytes_in_words(read)} of weights and optimizer state a step on the fullest rank "
+            f"({seconds_in_words(read / hardware.memory_bandwidth)} at its memory's speed)"
+        )
+    if checks.replicas_every:
+        told.append(f"gathers 8 bytes for each set of ranks that hold the same every {checks.replicas_every} steps")
+        overrides.append(f"{key}.replicas_every=0")
+    if checks.state:
+        overrides.append(f"{key}.state=0")
+    if checks.recompute:
+        again = seconds_in_words(checks.recompute * seconds)
+        told.append(f"computes {checks.recompute:.2%} of the steps twice ({again} a step)")
+        overrides.append(f"{key}.recompute=0")
+    if told:
+        yield Hint(key=key, text=f"{key} {', '.join(told)}", overrides=tuple(overrides))
 
 
 def _deterministic(spec: Spec) -> Iterator[Hint]:

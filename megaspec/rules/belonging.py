@@ -32,6 +32,8 @@ _MOST_CHARACTERS = 80
 LARGEST_SCALE = 2.0**128
 # The state of a checkpoint of a run of weights alone: there is no place in a training order.
 WEIGHTS_ALONE = {"holds": "weights"}
+# What a run knows of its own numbers (train/guard.py), in the state of its checkpoints; earlier versions have none.
+NUMBERS = "numbers"
 
 
 def is_imported(run: Spec) -> bool:
@@ -242,6 +244,9 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
     keys = {"step", "samples", "tokens", "optimizer_updates", "loss_scale"}
     if holds_weights_alone(manifest):
         keys.add("holds")
+    # files of earlier versions know of no such settings, and say nothing of what came of them
+    if "numbers" in manifest.spec["train"]:
+        keys.add(NUMBERS)
     if set(state) != keys:
         return [printable(f"state: expected the keys {sorted(keys)}, found {sorted(state)[:8]}")]
     schedule = BatchSchedule(saved.train, moved=saved.samples_moved)
@@ -252,8 +257,18 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
         first_step = saved.forked_from.step
         first_tokens = saved.forked_from.tokens
     most_tokens = first_tokens + (samples - schedule.consumed(first_step)) * saved.data.seq_len
-    # Without a loss scale each step of the run itself updates the weights or ends it. A fork's source may have had one.
-    least_updates = max(0, step - first_step)
+    skipped = 0
+    if NUMBERS in keys:
+        wrong_numbers = _wrong_numbers(state[NUMBERS], step)
+        if wrong_numbers:
+            return wrong_numbers
+        skipped = state[NUMBERS]["skipped"]
+    # Each step of the run itself updates the weights, is counted as skipped, or ends the run. A fork's source may have
+    # had a loss scale.
+    least_updates = max(0, step - first_step - skipped)
+    most_updates = step
+    if saved.forked_from is None:
+        most_updates = step - skipped
     if isinstance(saved.precision, Fp16Precision):
         least_updates = 0
     if saved.forked_from == UNKNOWN_ORIGIN:
@@ -264,13 +279,43 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
         *_outside(state, "step", step, step),
         *_outside(state, "samples", samples, samples),
         *_outside(state, "tokens", first_tokens, most_tokens),
-        *_outside(state, "optimizer_updates", least_updates, step),
+        *_outside(state, "optimizer_updates", least_updates, most_updates),
     ]
     if samples > sum(saved.segments):
         problems.append(f"state: samples={samples} lie behind the {sum(saved.segments)} of its training order")
     if step < first_step:
         problems.append(f"step={step} lies before step {first_step}, with which the fork began")
     return problems or _wrong_scale(state["loss_scale"], saved, step, skipped=step - state["optimizer_updates"])
+
+
+def _wrong_numbers(value: Any, step: int) -> list[str]:
+    """What is wrong with what a run knows of its numbers (train/guard.py)."""
+    keys = {"rollbacks", "skipped", "windows", "recent", "values"}
+    if type(value) is not dict or set(value) != keys:
+        return [printable(f"state: numbers={_short(value)}, expected an object of {sorted(keys)}")]
+    problems = _outside(value, "skipped", 0, step)
+    windows = value["windows"]
+    if type(windows) is list:
+        # each time the run goes back it leaves something out
+        problems += _outside(value, "rollbacks", len(windows), len(windows))
+    if not _are_rows(windows, (int, int)) or any(not 1 <= first <= last for first, last in windows):
+        problems.append(printable(f"state: windows={_short(windows)}, expected pairs of a first and a last step"))
+    recent = value["recent"]
+    if type(recent) is not list or any(type(one) is not int or not 1 <= one <= step for one in recent):
+        problems.append(printable(f"state: recent={_short(recent)}, expected steps up to {step}"))
+    values = value["values"]
+    if not _are_rows(values, (int, float, float)):
+        problems.append(printable(f"state: values={_short(values)}, expected rows of a step, a loss and a norm"))
+    elif [row[0] for row in values] != sorted({row[0] for row in values}) or any(row[0] > step for row in values):
+        problems.append(f"state: values are not of steps up to {step}, in order")
+    return problems
+
+
+def _are_rows(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a value is a list of lists of these kinds."""
+    if type(value) is not list:
+        return False
+    return all(type(row) is list and tuple(map(type, row)) == kinds for row in value)
 
 
 def _outside(values: Mapping[str, Any], key: str, least: int, most: int) -> list[str]:

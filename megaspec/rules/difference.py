@@ -32,6 +32,8 @@ FREE = (
     "run_dir",
     "train.steps",
     "train.micro_batch",
+    "train.numbers",
+    "train.checks",
     "train.eval_every",
     "train.eval_samples",
     "train.sample",

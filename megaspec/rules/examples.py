@@ -685,7 +685,32 @@ _PROFILE = {
     ),
     "profile-off": Example(("profile.ranks=[1]",), ("profile.steps=[10, 12]",), "profile.ranks"),
 }
+_NUMBERS = {
+    "numbers-checkpoints": Example(
+        ("train.numbers.rollbacks=2", "checkpoint.every=0"), ("checkpoint.every=100",), "train.numbers.rollbacks"
+    ),
+    "numbers-before": Example(
+        ("train.numbers.before=2", "checkpoint.every=10"), ("train.numbers.rollbacks=1",), "train.numbers.before"
+    ),
+    "skip-steps": Example(
+        ("train.skip_steps=[{first: 9, last: 8}]",), ("train.skip_steps=[{first: 8, last: 9}]",), "train.skip_steps.0"
+    ),
+    "checks-deterministic": Example(
+        ("train.checks.recompute=0.1",), ("train.deterministic=true",), "train.checks.recompute"
+    ),
+    "checks-sums": Example(
+        ("launcher.ranks=2", "train.checks.replicas_every=10", "train.checks.sum_every=4"),
+        ("train.checks.sum_every=5",),
+        "train.checks.sum_every",
+    ),
+    "checks-copies": Example(
+        ("launcher.ranks=1", "train.checks.replicas_every=10"),
+        ("train.checks.replicas_every=0",),
+        "train.checks.replicas_every",
+    ),
+}
 EXAMPLES: dict[str, Example] = {
+    **_NUMBERS,
     **_MESH,
     **_STAGES,
     **_EXPERTS,

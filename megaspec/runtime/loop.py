@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
+from typing import Any, Never
 
 import numpy as np
 import psutil
@@ -14,6 +15,7 @@ import torch
 
 from megaspec.checkpoint.comm import Comm
 from megaspec.checkpoint.format import Manifest
+from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.store import START_ANEW, Store
 from megaspec.core import counted
 from megaspec.core.errors import CheckpointError, Preempted, printable
@@ -23,7 +25,17 @@ from megaspec.data.source import ResumableSource, Source
 from megaspec.data.spec import ORDER_VERSION, StreamSpec
 from megaspec.data.stream_files import check_unchanged
 from megaspec.launcher.stop import stop_requested
-from megaspec.log.events import CheckpointSaved, EvalDone, Event, RunStarted, Sampled, StepDone
+from megaspec.log.events import (
+    CheckpointSaved,
+    DataLeftOut,
+    EvalDone,
+    Event,
+    RolledBack,
+    RunStarted,
+    Sampled,
+    StepDone,
+    UpdateSkipped,
+)
 from megaspec.log.jsonl import is_evaluated
 from megaspec.log.prediction import Prediction
 from megaspec.log.sinks import METRICS
@@ -31,23 +43,27 @@ from megaspec.log.speed import speed_of
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.rules.belonging import (
+    NUMBERS,
     WEIGHTS_ALONE,
     began_as_fork,
     fork_again,
     holds_weights_alone,
+    is_fork_point,
     last_of_weights,
     objections,
 )
 from megaspec.runtime.build import TrainState
+from megaspec.runtime.checks import Checks, Suspicion, build_checks
 from megaspec.runtime.data_place import PLACE, place_of_all, place_piece, read_place
 from megaspec.runtime.evaluation import Evaluation
 from megaspec.runtime.generate import run_tokenizer, write_sample
 from megaspec.runtime.initial_weights import start_from_source
-from megaspec.runtime.non_finite import explain
+from megaspec.runtime.non_finite import explain, first_seen
 from megaspec.runtime.pace import Pace
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position
 from megaspec.runtime.profile import StepProfiler
+from megaspec.runtime.roll_back import RollBack, open_before
 from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over, weight_pieces_of
 from megaspec.runtime.step import PHASES, StepResult, train_step
@@ -55,6 +71,7 @@ from megaspec.runtime.stragglers import BACKWARD, DATA, FORWARD, OPTIMIZER, REDU
 from megaspec.runtime.text_passes import ModelOnRanks
 from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
+from megaspec.train.guard import Guard
 
 Mark = float | torch.cuda.Event
 
@@ -137,13 +154,25 @@ class PhaseMarks:
 
 
 def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
-    """float64 [7 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, stop, elements that saturated (-1:
-    none can), and those of `routers`.
+    """float64 [11 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, stop, broken losses, the three of
+    `Found`, elements that saturated (-1: none can), and those of `routers`.
 
     From a GPU they are there once it has passed a mark that is set after this call. The copy is queued here, behind its
     own step: asked for later, it would queue, and its reader wait, behind the steps that were begun meanwhile.
     """
-    scalars = (result.loss, result.grad_norm, result.tokens, result.skipped, result.loss_scale, result.stop)
+    found = result.found
+    scalars = (
+        result.loss,
+        result.grad_norm,
+        result.tokens,
+        result.skipped,
+        result.loss_scale,
+        result.stop,
+        result.broken_losses,
+        found.changed,
+        found.recomputed,
+        found.differing,
+    )
     of_step = torch.stack([scalar.to(torch.float64) for scalar in scalars])
     saturated = of_step.new_full((1,), -1.0)
     if result.saturated is not None:
@@ -225,6 +254,8 @@ class Run:
     place: np.ndarray | None = None
     """Where this rank's source stands after `step`, for a source that has to be told when the run goes on."""
     scaler: LossScaler = field(init=False)
+    guard: Guard = field(init=False)
+    checks: Checks | None = field(init=False, default=None)
     schedule: BatchSchedule = field(init=False)
 
     def __post_init__(self) -> None:
@@ -232,6 +263,7 @@ class Run:
         self.pace = Pace(self.built.mesh, self.comm, self.built.device)
         self.scaler = build_scaler(self.built.spec.precision, device=self.built.device)
         spec = self.built.spec
+        self.guard = Guard(spec.train.numbers, spec.train.skip_steps)
         self.schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
 
     def start(self) -> None:
@@ -255,14 +287,27 @@ class Run:
         with reader:
             if holds_weights_alone(reader.manifest) and reader.step < spec.train.steps:
                 raise CheckpointError(f"{reader.path} {last_of_weights(self.run_dir)}")
-            load(self.built, reader)
-            self.step = reader.state["step"]
-            self.tokens = reader.state["tokens"]
-            self.scaler.load_state(reader.state["loss_scale"])
+            self._load(reader)
+            self.guard.load_state(self._numbers_of(reader))
             self.last_saved = self.step
-            # a fork to another stream begins that at its beginning
-            if self.schedule.consumed(self.step) > 0:
-                self.place = read_place(reader)
+
+    def _load(self, reader: Reader) -> None:
+        """All that a run is from a checkpoint, but for what it knows of its numbers."""
+        load(self.built, reader)
+        if self.checks is not None:
+            self.checks.forget()
+        self.step = reader.state["step"]
+        self.tokens = reader.state["tokens"]
+        self.scaler.load_state(reader.state["loss_scale"])
+        # a fork to another stream begins that at its beginning
+        if self.schedule.consumed(self.step) > 0:
+            self.place = read_place(reader)
+
+    def _numbers_of(self, reader: Reader) -> dict[str, Any]:
+        """What the run knows of its numbers there; nothing of those before a fork, and of an earlier version."""
+        if is_fork_point(reader.manifest, self.built.spec):
+            return {}
+        return reader.state.get(NUMBERS, {})
 
     def _tell_new_start(self) -> None:
         """Says on stderr that a run which was under way before, or may have been, starts with weights from the seed."""
@@ -289,7 +334,18 @@ class Run:
 
     def train(self) -> None:
         """Trains to the last step. Raises Preempted once a stop was asked for and the run is saved."""
+        while True:
+            try:
+                self._train_on()
+                break
+            except RollBack as back:
+                self._roll_back(back)
+        self._sample()
+
+    def _train_on(self) -> None:
+        """Trains to the last step, or raises RollBack where the run has to go on from an earlier one."""
         spec = self.built.spec
+        self.checks = build_checks(self.built, self.comm, step=self.step)
         if self._owes_evaluation():
             self._evaluate()
         source = open_training_source(spec)
@@ -322,24 +378,28 @@ class Run:
                 profiler.begin()
                 clock.restart()
             for read in read_batches(loader):
-                phases = PhaseMarks(clock, self.built.position)
-                result = self._one_step(read.batch, on_phase=phases.end)
-                self.step += 1
-                self.place = read.batch.place
-                routers = router_numbers(self.built, result.routers)
-                numbers = numbers_of(result, routers)
-                # the mark after the numbers: their copy is a part of what it waits for
-                pending.append(PendingStep(self.step, read, result, numbers, phases, clock.mark()))
-                at_rest = self._wants_rest() or profiler.borders(self.step)
+                stop = False
+                if self.guard.leaves_out(self.step + 1):
+                    stop = self._report_all(pending, clock)
+                    self._leave_out(read.batch)
+                    at_rest = True
+                else:
+                    phases = PhaseMarks(clock, self.built.position)
+                    result = self._one_step(read.batch, on_phase=phases.end)
+                    self.step += 1
+                    self.place = read.batch.place
+                    routers = router_numbers(self.built, result.routers)
+                    numbers = numbers_of(result, routers)
+                    # the mark after the numbers: their copy is a part of what it waits for
+                    pending.append(PendingStep(self.step, read, result, numbers, phases, clock.mark()))
+                    at_rest = self._wants_rest() or profiler.borders(self.step)
                 # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
                 lag = 1 if self.built.device.type == "cuda" and not at_rest else 0
-                stop = False
                 while len(pending) > lag:
                     stop = self._report(pending.pop(0), clock) or stop
                 if stop:
                     # what is saved has been looked at: a step that is not finite raises here
-                    while pending:
-                        self._report(pending.pop(0), clock)
+                    self._report_all(pending, clock)
                     # an evaluation that is due is made up for by the resumed run: it may take longer than the grace
                     self._save()
                     raise Preempted(f"stopped after step {self.step} and saved; {self._goes_on()}")
@@ -362,12 +422,58 @@ class Run:
             if isinstance(source, ResumableSource):
                 source.close()
             loader.close()
-        self._sample()
+
+    def _leave_out(self, batch: StepBatch) -> None:
+        """Takes a step that updates nothing."""
+        self.step += 1
+        self.place = batch.place
+        self.guard.note_left_out(self.step)
+        first, count = batch.ids
+        steps = self.built.spec.train.steps
+        self.emit(DataLeftOut(step=self.step, steps=steps, first_sample=first, samples=count))
+
+    def _report_all(self, pending: list[PendingStep], clock: StepClock) -> bool:
+        """Reports what was not yet. -> whether some rank asked to stop."""
+        stop = False
+        while pending:
+            stop = self._report(pending.pop(0), clock) or stop
+        return stop
+
+    def _roll_back(self, back: RollBack) -> None:
+        """Goes back before the window of `back`, and saves there that it is left out."""
+        window = back.verdict.window
+        if self.built.device.type == "cuda":
+            # steps that were begun behind the bad one still write
+            torch.cuda.synchronize(self.built.device)
+        with open_before(self.store, self.comm, back, inspect=self._objections) as reader:
+            self._load(reader)
+            self.guard.roll_back(window, to=self._numbers_of(reader))
+        first_sample = self.schedule.consumed(window.first - 1)
+        event = RolledBack(
+            step=self.step,
+            from_step=back.verdict.step,
+            first_left_out=window.first,
+            last_left_out=window.last,
+            first_sample=first_sample,
+            samples=self.schedule.consumed(window.last) - first_sample,
+            kind=back.verdict.kind,
+            loss=back.loss,
+            grad_norm=back.grad_norm,
+            where=back.where,
+            rollbacks=self.guard.rollbacks,
+            allowed=self.guard.spec.rollbacks,
+        )
+        self.emit(event)
+        # so that a run that is killed now leaves the same data out
+        self.last_saved = -1
+        self._save()
 
     def _one_step(self, batch: StepBatch, *, on_phase: Callable[[str], object]) -> StepResult:
         spec = self.built.spec
         self.built.position.step = self.step + 1
         failpoint("step")
+        if self.checks is not None:
+            self.checks.begin(self.step + 1)
         return train_step(
             self.built,
             batch.micro_batches,
@@ -375,6 +481,8 @@ class Run:
             weight_decay=weight_decay(spec.optim, self.step + 1),
             scaler=self.scaler,
             stop=stop_requested(),
+            limits=self.guard.limits(self.step + 1),
+            checks=self.checks,
             on_phase=on_phase,
         )
 
@@ -397,14 +505,20 @@ class Run:
         step = pending.step
         # this waits for the device, so the numbers are read after it
         seconds = clock.lap(pending.mark)
-        loss, norm, tokens, skipped, loss_scale, stop, saturated, *of_routers = pending.numbers.tolist()
+        loss, norm, tokens, skipped, loss_scale, stop, broken_losses, *others = pending.numbers.tolist()
+        changed, recomputed, differing, saturated, *of_routers = others
         self.tokens += int(tokens)
+        if self.checks is not None:
+            self._look_at_checks(step, changed, recomputed, differing)
         # a smaller loss scale cures gradients that overflow, never a loss
-        if not isfinite(loss) or not (isfinite(norm) or self.scaler.may_lower(loss_scale)):
-            samples = range(self.schedule.consumed(step - 1), self.schedule.consumed(step))
-            raise explain(
-                self.built, self.comm, step=step, loss=loss, norm=norm, result=pending.result, samples=samples
-            )
+        overflows = not broken_losses and not isfinite(norm) and self.scaler.may_lower(loss_scale)
+        if not skipped:
+            self.guard.note_applied(step, loss=loss, grad_norm=norm)
+        elif overflows:
+            self.guard.note_overflow(step)
+        else:
+            is_finite = not broken_losses and isfinite(norm)
+            self._skipped(pending, is_finite=is_finite, loss=loss, norm=norm)
         sequence_tokens = self.schedule.batch(step - 1) * spec.data.seq_len
         event = StepDone(
             step=step,
@@ -435,6 +549,55 @@ class Run:
         self.emit(event)
         return stop > 0
 
+    def _look_at_checks(self, step: int, changed: float, recomputed: float, differing: float) -> None:
+        """Raises HardwareError where something was found in a step. Numbers are the same on all ranks."""
+        if not (changed or recomputed or differing):
+            self.checks.note_clean(step)
+            return
+        self._suspect(self.checks.accuse(step, n_changed=changed, n_recomputed=recomputed, n_differing=differing))
+
+    def _look_now(self, step: int) -> None:
+        """Raises HardwareError where ranks hold what they should not behind a step."""
+        suspicion = self.checks.look_now(step)
+        if suspicion is not None:
+            self._suspect(suspicion)
+
+    def _suspect(self, suspicion: Suspicion) -> Never:
+        self.emit(suspicion.event)
+        raise suspicion.error
+
+    def _skipped(self, pending: PendingStep, *, is_finite: bool, loss: float, norm: float) -> None:
+        """What to do about a step whose numbers were too much: goes on, or raises RollBack or NonFiniteError.
+
+        `is_finite`: all of them are, on all ranks. `loss`: as this rank has it."""
+        step = pending.step
+        if self.checks is not None:
+            self._look_now(step)
+        verdict = self.guard.judge(step, is_finite=is_finite)
+        where = first_seen(self.built, self.comm, verdict=verdict, result=pending.result)
+        samples = range(self.schedule.consumed(step - 1), self.schedule.consumed(step))
+        error = explain(self.built, self.guard, verdict, loss=loss, norm=norm, where=where, samples=samples)
+        if verdict.action == "stop":
+            raise error
+        if verdict.action == "roll_back":
+            raise RollBack(verdict, loss, norm, where, error)
+        self.guard.note_skipped(verdict)
+        event = UpdateSkipped(
+            step=step,
+            kind=verdict.kind,
+            loss=loss,
+            grad_norm=norm,
+            loss_limit=verdict.limits.loss,
+            grad_norm_limit=verdict.limits.grad_norm,
+            where=where,
+            first_sample=samples[0],
+            samples=len(samples),
+            recent=len(verdict.recent),
+            allowed=self.guard.spec.skips,
+            within=self.guard.spec.within,
+        )
+        self.emit(event)
+
     def _evaluate(self) -> None:
         """Evaluates, or raises Preempted where a stop was asked for meanwhile: the resumed run evaluates anew."""
         start = time.perf_counter()
@@ -464,6 +627,8 @@ class Run:
         if self.last_saved == self.step:
             return
         self.built.position.mark("saving")
+        if self.checks is not None:
+            self._look_now(self.step)
         spec = self.built.spec
         start = time.perf_counter()
         state = progress(
@@ -472,6 +637,7 @@ class Run:
             samples=self.schedule.consumed(self.step),
             tokens=self.tokens,
             scaler=self.scaler.state(),
+            numbers=self.guard.state(),
         )
         # a run that is not at its end has to go on from what it saves
         is_alone = spec.checkpoint.last == "weights" and self.step == spec.train.steps

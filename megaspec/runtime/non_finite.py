@@ -1,4 +1,4 @@
-"""What to say about a step whose loss or gradient is NaN or Inf."""
+"""What to say about a step whose loss or gradient is NaN or Inf, or spikes."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -9,32 +9,57 @@ from megaspec.checkpoint.comm import Comm
 from megaspec.core.errors import NonFiniteError
 from megaspec.runtime.build import TrainState
 from megaspec.runtime.step import StepResult
+from megaspec.train.guard import Guard, Verdict
 
 
-def explain(
-    built: TrainState, comm: Comm, *, step: int, loss: float, norm: float, result: StepResult, samples: range
-) -> NonFiniteError:
-    """The error that names step, what, where and which rank. All ranks call this together.
+def first_seen(built: TrainState, comm: Comm, *, verdict: Verdict, result: StepResult) -> str:
+    """Where the numbers of a step went wrong, in words. All ranks call this together.
 
     The nearest cause wins: a weight, else the loss of a rank, else the first gradient that the backward pass made so.
-    `samples`: positions of the step's sequences in the data order.
+    Of a spike it is the largest gradient.
     """
+    if verdict.kind == "spike":
+        return _largest_gradient(built, comm, result)
     is_loss_finite = isfinite(float(result.local_loss))
     reports = comm.gather([is_loss_finite, _first_gradient(built, result), _first_weight(built)])
     # of each rank, in rank order
     losses_finite, gradients, weights = zip(*reports, strict=True)
     broken = [rank for rank, is_finite in enumerate(losses_finite) if not is_finite]
     if any(weights):
-        where = f"weight {_first(weights)}"
-    elif broken:
-        where = f"loss of {_ranks(broken, len(reports))}"
-    else:
-        where = f"gradient of {_first(gradients)}"
-    what = f"gradient norm={norm}" if isfinite(loss) else f"loss={loss}"
-    return NonFiniteError(
-        f"step {step}: {what} is not finite, first seen in the {where}; the update was not applied. Lower "
-        f"optim.lr={built.spec.optim.lr}, lengthen the warm-up, or look at samples {samples[0]} to {samples[-1]}"
-    )
+        return f"weight {_first(weights)}"
+    if broken:
+        return f"loss of {_ranks(broken, len(reports))}"
+    if any(gradients):
+        return f"gradient of {_first(gradients)}"
+    # each gradient's norm is finite, and the sum of their squares is not
+    return "sum of all ranks' gradients"
+
+
+def explain(
+    built: TrainState, guard: Guard, verdict: Verdict, *, loss: float, norm: float, where: str, samples: range
+) -> NonFiniteError:
+    """The error that names step, what, where and which rank. `samples`: positions of the step's sequences in the data
+    order."""
+    text = f"step {verdict.step}: {_what(verdict, loss=loss, norm=norm)}, first seen in the {where}; "
+    text += "the update was not applied"
+    spec = guard.spec
+    if spec.skips or spec.rollbacks:
+        text += f", as {len(verdict.recent)} within {spec.within} steps (train.numbers.skips={spec.skips}), "
+        text += f"and the run went back {guard.rollbacks} times (train.numbers.rollbacks={spec.rollbacks})"
+    text += f". Lower optim.lr={built.spec.optim.lr}, lengthen the warm-up, or look at samples {samples[0]} to "
+    return NonFiniteError(f"{text}{samples[-1]}")
+
+
+def _what(verdict: Verdict, *, loss: float, norm: float) -> str:
+    """Which number was too much."""
+    if verdict.kind == "nonfinite":
+        if not isfinite(loss):
+            return f"loss={loss} is not finite"
+        return f"gradient norm={norm} is not finite"
+    limits = verdict.limits
+    if loss > limits.loss:
+        return f"loss={loss:.6g} is a spike, above {limits.loss:.6g}"
+    return f"gradient norm={norm:.6g} is a spike, above {limits.grad_norm:.6g}"
 
 
 def _first_weight(built: TrainState) -> str:
@@ -52,6 +77,19 @@ def _first_gradient(built: TrainState, result: StepResult) -> str:
         return ""
     # buckets hold gradients in the order in which the backward pass makes them
     return list(built.data_parallel.gradients)[bad[0]]
+
+
+def _largest_gradient(built: TrainState, comm: Comm, result: StepResult) -> str:
+    """The name of the gradient with the largest norm of all, and the ranks that have it."""
+    name, norm = "", -1.0
+    if result.norms.numel():
+        number = int(result.norms.argmax())
+        name = list(built.data_parallel.gradients)[number]
+        norm = float(result.norms[number])
+    reports = comm.gather([name, norm])
+    largest = max(reports, key=lambda report: report[1])
+    ranks = [rank for rank, report in enumerate(reports) if report == largest]
+    return f"gradient of {largest[0]}, the largest, on {_ranks(ranks, len(reports))}"
 
 
 def _first(names: Sequence[str]) -> str:

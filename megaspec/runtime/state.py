@@ -24,7 +24,7 @@ from megaspec.core.errors import CheckpointError, printable
 from megaspec.core.layout import Layout
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.expert import buffers_of
-from megaspec.rules.belonging import holds_weights_alone, is_fork_point, starts_optimizer_anew
+from megaspec.rules.belonging import NUMBERS, holds_weights_alone, is_fork_point, starts_optimizer_anew
 from megaspec.runtime.build import TrainState
 
 FP8 = "fp8/"
@@ -247,7 +247,13 @@ def _parameter_of(stored: str) -> str:
 
 
 def progress(
-    built: TrainState, *, step: int, samples: int, tokens: int, scaler: dict[str, Any] | None
+    built: TrainState,
+    *,
+    step: int,
+    samples: int,
+    tokens: int,
+    scaler: dict[str, Any] | None,
+    numbers: dict[str, Any],
 ) -> dict[str, Any]:
     """The JSON beside the tensors: where the run is."""
     return {
@@ -256,4 +262,5 @@ def progress(
         "tokens": tokens,
         "optimizer_updates": built.optimizer.updates,
         "loss_scale": scaler,
+        NUMBERS: numbers,
     }

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from megaspec.optim.norm import global_norm, local_norms
 from megaspec.parallelism.expert import RouterStatistics
 from megaspec.precision.scaler import LossScaler
 from megaspec.runtime.build import Summed, TrainState
+from megaspec.train.guard import NO_LIMITS, Limits
 
 FORWARD_BACKWARD, REDUCE_GRADIENTS, UPDATE = PHASES = ("forward_backward", "reduce_gradients", "optimizer")
 """What a step consists of, in this order."""
@@ -24,6 +27,32 @@ FORWARD_BACKWARD, REDUCE_GRADIENTS, UPDATE = PHASES = ("forward_backward", "redu
 
 def ignore_phase(phase: str) -> None:
     """For who measures no phases."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Ranks whose checks found something in a step, over all ranks: scalars of float64 on the device."""
+
+    changed: Tensor
+    """Whose memory was not what it was after the update before."""
+    recomputed: Tensor
+    """That came to other numbers when they computed the step again."""
+    differing: Tensor
+    """Comparisons of copies in which a rank had another sum; 0 in steps in which nothing was compared."""
+
+
+class StepChecks(Protocol):
+    """Looks for ranks that compute or remember wrongly (runtime/checks.py). The host reads nothing back."""
+
+    def before_step(self, run: Callable[[], Tensor]) -> None:
+        """`run` computes the step's loss and gradients, which are computed again after it."""
+
+    def before_update(self, local_loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients are summed. -> whether memory has changed, whether the step was computed otherwise before: 0 or 1
+        of this rank, scalars."""
+
+    def after_update(self) -> Tensor:
+        """The update is done, or was skipped. -> comparisons in which ranks differ, a scalar."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +70,12 @@ class StepResult:
     tokens: Tensor
     """Valid tokens of the global batch."""
     skipped: Tensor
-    """1 when the update was not applied because the loss or the gradient norm was not finite."""
+    """1 when the update was not applied: the loss or the gradient norm was not finite or above its limit, or a check
+    found something."""
+    broken_losses: Tensor
+    """Ranks on which the loss was not finite."""
+    found: Found
+    """What checks found."""
     loss_scale: Tensor
     """The factor on the loss in this step."""
     stop: Tensor
@@ -167,17 +201,24 @@ def train_step(
     weight_decay: float,
     scaler: LossScaler,
     stop: bool = False,
+    limits: Limits = NO_LIMITS,
+    checks: StepChecks | None = None,
     on_gradients: Callable[[], None] | None = None,
     on_phase: Callable[[str], object] = ignore_phase,
 ) -> StepResult:
     """One step on this rank's micro batches. The host reads nothing back.
 
+    The update is not applied where loss or gradient norm are not finite or exceed `limits`, or where `checks` find
+    something; all ranks agree, since what each of them found is summed with the norm.
     `on_gradients` is called when the gradients are summed, before the update, which may divide them in place.
     `on_phase` is called with each of PHASES when the device was given all of its work.
     """
     tokens, stop_count = count_tokens(built, batches, stop=stop)
     loss_scale = scaler.scale.clone()
-    local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale, on_phase=on_phase)
+    compute = partial(forward_backward, built, batches, tokens=tokens, loss_scale=loss_scale)
+    if checks is not None:
+        checks.before_step(compute)
+    local = compute(on_phase=on_phase)
     saturated = built.fp8.finish_step()
     data = built.data_parallel
     known = data.norms
@@ -185,24 +226,47 @@ def train_step(
         on_gradients()
         # whoever looks may also have written
         known = {}
+    changed = recomputed = torch.zeros((), dtype=torch.float64, device=built.device)
+    if checks is not None:
+        changed, recomputed = checks.before_update(local)
     with marked(OPTIMIZER):
+        loss = _summed(built, local.clone())
+        is_broken = ~torch.isfinite(loss)
         norms = local_norms(data.gradients, built.shards, known=known, device=built.device)
-        scaled_norm = global_norm(norms.square, world_size=built.mesh.world_size)
-        norm = scaled_norm / loss_scale
+        beside = (is_broken, loss > limits.loss, changed, recomputed)
+        agreed = global_norm(norms.square, world_size=built.mesh.world_size, beside=beside)
+        broken_losses, _, changed, recomputed = agreed.beside
+        norm = agreed.norm / loss_scale
         divide_by = loss_scale
         if built.spec.optim.clip is not None:
             divide_by = divide_by * (norm / built.spec.optim.clip).clamp(min=1)
-        loss = _summed(built, local.clone())
-        skip = (~(torch.isfinite(norm) & torch.isfinite(loss))).to(torch.float32)
+        is_in_order = torch.isfinite(norm) & (norm <= limits.grad_norm) & (agreed.beside.sum() == 0)
+        skip = (~is_in_order).to(torch.float32)
         built.optimizer.update(
             data.gradients, lr=lr, weight_decay=weight_decay, divide_by=divide_by.to(built.wide), skip=skip
         )
     built.summed.is_spent = True
     data.gather_weights()
     routers = built.expert_parallel.finish_step(built.chunks, skip=skip)
-    scaler.update(skip)
+    scaler.update((~torch.isfinite(norm) | ~torch.isfinite(loss)).to(torch.float32))
+    differing = torch.zeros_like(norm)
+    if checks is not None:
+        differing = checks.after_update()
     on_phase(UPDATE)
-    return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, stop_count, saturated, routers)
+    return StepResult(
+        loss=loss,
+        local_loss=local,
+        grad_norm=norm,
+        norms=norms.each,
+        tokens=tokens,
+        skipped=skip,
+        broken_losses=broken_losses,
+        found=Found(changed, recomputed, differing),
+        loss_scale=loss_scale,
+        stop=stop_count,
+        saturated=saturated,
+        routers=routers,
+    )
 
 
 def evaluate(built: TrainState, batches: Iterable[Batch]) -> Tensor:

@@ -8,8 +8,8 @@ import pytest
 
 from megaspec.log import console
 from megaspec.log.console import CLEAR_LINE, ConsoleSink, duration, quantity
-from megaspec.log.events import CheckpointSaved, EvalDone, RunEnded, RunStarted, Sampled
-from tests.log.events_for_tests import step_done
+from megaspec.log.events import CheckpointSaved, DataLeftOut, EvalDone, RunEnded, RunStarted, Sampled
+from tests.log.events_for_tests import rolled_back, skipped, step_done
 
 
 class Terminal(io.StringIO):
@@ -126,3 +126,15 @@ def test_quantity(number, text):
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (90061, "25:01:01")])
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+def test_bad_numbers_are_told_with_what_is_done_about_them():
+    left_out = DataLeftOut(step=9, steps=20, first_sample=32, samples=4)
+    text = show(io.StringIO(), [skipped(7), rolled_back(8, 12), left_out], live=False)
+    assert text.splitlines() == [
+        "step 7  not finite: loss nan, grad norm 1.5: update skipped, 1 of 3 within 100 steps; seen in the loss of "
+        "rank 1 of 2; samples 24 to 27",
+        "step 12  not finite: loss nan, grad norm 1.5, seen in the loss of rank 1 of 2: back to step 8, rollback 1 of "
+        "2; the data of steps 10 to 12 is left out, samples 24 to 35",
+        "step 9/20  left out: samples 32 to 35",
+    ]

@@ -12,7 +12,7 @@ import pytest
 
 from megaspec.log.events import CheckpointSaved, EvalDone, RunEnded, RunStarted, Sampled
 from megaspec.log.jsonl import JsonlSink, read_metrics
-from tests.log.events_for_tests import step_done
+from tests.log.events_for_tests import rolled_back, step_done
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,7 +133,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from megaspec.log.jsonl import JsonlSink
-from tests.log.events_for_tests import step_done
+from tests.log.events_for_tests import rolled_back, step_done
 resumed = int(sys.argv[2])
 sink = JsonlSink(Path(sys.argv[1]), step=resumed)
 print("up", flush=True)
@@ -188,3 +188,24 @@ def test_a_disk_that_was_full_for_a_while_costs_no_line(tmp_path, monkeypatch):
     sink.close()
     assert failed > 5
     assert steps_in(path) == list(range(1, 20))
+
+
+def test_where_a_run_goes_back_later_lines_are_taken_away(tmp_path, monkeypatch):
+    """Those that could not be written yet, too."""
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, step=0)
+    for step in range(1, 7):
+        sink(step_done(step))
+    write_line = os.write
+    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        sink(step_done(7))
+    monkeypatch.setattr(os, "write", write_line)
+    sink(rolled_back(4, 7))
+    sink(step_done(5))
+    sink.close()
+    assert [(line["event"], line["step"]) for line in read_metrics(path)] == [
+        *(("step", step) for step in range(1, 5)),
+        ("rollback", 4),
+        ("step", 5),
+    ]

@@ -107,7 +107,7 @@ def test_the_norm_counts_every_element_once(case: Case) -> None:
     _, alone = shares(Case(family=case.family, kv_heads=case.kv_heads, tied=case.tied))[0]
     expected = sum(t.square().sum() for t in alone.values()).sqrt()
     assert torch.allclose(torch.stack([n.square for n in norms]).sum().sqrt(), expected, rtol=1e-14)
-    assert torch.equal(global_norm(norms[0].square, world_size=1), norms[0].square.sqrt())
+    assert torch.equal(global_norm(norms[0].square, world_size=1).norm, norms[0].square.sqrt())
 
 
 def test_parts_are_split_each_on_its_own() -> None:

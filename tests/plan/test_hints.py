@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megaspec.core.units import bytes_in_words
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.plan.hints import DETERMINISTIC
 from megaspec.plan.report import print_whole_plan
@@ -111,3 +112,18 @@ def test_deterministic_operations_tell_what_they_cost():
     hint = hint_of(planned("llama3_8b", "train.deterministic=true"), "train.deterministic")
     assert "1.22 to 1.24 times as long a step" in hint.text
     assert hint.overrides == ("train.deterministic=false",)
+
+
+def test_looking_for_bad_hardware_tells_what_it_costs():
+    """Bytes of the largest rank: weights, master weights and moments, as memory counts them."""
+    both = planned("llama3_8b", "train.checks={replicas_every: 100, state: 0.5}")
+    hint = hint_of(both, "train.checks")
+    (stage,) = {one.memory["weights"] + one.memory["optimizer"] for one in both.stages}
+    assert f"reads {bytes_in_words(1.5 * stage)} of weights and optimizer state a step" in hint.text
+    assert hint.text.endswith("gathers 8 bytes for each set of ranks that hold the same every 100 steps")
+    assert hint.overrides == ("train.checks.replicas_every=0", "train.checks.state=0")
+    state = hint_of(planned("llama3_8b", "train.checks.state=0.25"), "train.checks")
+    assert f"reads {bytes_in_words(0.5 * stage)} of" in state.text
+    hints = planned("llama3_8b", "train.deterministic=true", "train.checks.recompute=0.01").hints
+    (twice,) = [hint for hint in hints if hint.key == "train.checks"]
+    assert twice.text.startswith("train.checks computes 1.00% of the steps twice (")

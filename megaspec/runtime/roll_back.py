@@ -1,0 +1,50 @@
+"""Going back: from a step whose numbers were too much to the newest good checkpoint before it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megaspec.checkpoint.comm import Comm
+from megaspec.checkpoint.examine import Inspect
+from megaspec.checkpoint.format import Manifest
+from megaspec.checkpoint.reader import Reader
+from megaspec.checkpoint.store import Store
+from megaspec.core.errors import CheckpointError, NonFiniteError, Problem
+from megaspec.train.guard import Verdict, Window
+
+
+@dataclass
+class RollBack(Exception):
+    """Ends the steps that are under way; the run goes on from an earlier one."""
+
+    verdict: Verdict
+    loss: float
+    grad_norm: float
+    where: str
+    """As `first_seen` says it."""
+    error: NonFiniteError
+    """That ends the run where nothing is left to go back to."""
+
+
+def open_before(store: Store, comm: Comm, back: RollBack, *, inspect: Inspect) -> Reader:
+    """The newest good checkpoint before a window, opened. What was written behind goes into quarantine: it has learned
+    from data that is left out. Raises NonFiniteError where there is none."""
+    window = back.verdict.window
+
+    def is_before(manifest: Manifest) -> list[str]:
+        if manifest.step >= window.first:
+            return [f"it has learned from the data of steps {window.first} to {window.last}, which is left out now"]
+        return inspect(manifest)
+
+    try:
+        reader = store.newest_good(comm, inspect=is_before)
+    except CheckpointError as error:
+        raise nothing_before(back, window, error.problems) from error
+    if reader is None:
+        raise nothing_before(back, window, [])
+    return reader
+
+
+def nothing_before(back: RollBack, window: Window, problems: Sequence[Problem | str]) -> NonFiniteError:
+    """The error that ends the run, with why it does not go back."""
+    text = f"no good checkpoint before step {window.first} is left to go back to; checkpoint.every says how often one "
+    return NonFiniteError([*back.error.problems, f"{text}is written", *problems])
