@@ -179,6 +179,9 @@ class CheckpointSaved:
     step: int
     path: str
     seconds: float
+    """From its beginning until it was published."""
+    stall_seconds: float = 0.0
+    """Of these, how long rank 0's training stood still for it."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,7 @@ TIMED = (
     "mfu_causal",
     "mfu_full",
     "data_seconds",
+    "stall_seconds",
     "forward_backward_seconds",
     "reduce_gradients_seconds",
     "optimizer_seconds",

@@ -25,7 +25,7 @@ def scalars(event: Event) -> dict[str, float]:
         case EvalDone():
             return _of_evaluation(event)
         case CheckpointSaved():
-            return {"checkpoint/seconds": event.seconds}
+            return {"checkpoint/seconds": event.seconds, "checkpoint/stall_seconds": event.stall_seconds}
         case _:
             return {}
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -13,8 +13,10 @@ import torch
 
 from megaspec.checkpoint.comm import Comm
 from megaspec.checkpoint.format import Manifest
+from megaspec.checkpoint.saver import Saved, Saver, build_saver
+from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import START_ANEW, Store
-from megaspec.core.errors import CheckpointError, Preempted, printable
+from megaspec.core.errors import CheckpointError, NonFiniteError, Preempted, printable
 from megaspec.core.faults import failpoint
 from megaspec.data.loader import Loader, StepBatch, open_source
 from megaspec.data.source import ResumableSource, Source
@@ -52,6 +54,8 @@ from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
 Mark = float | torch.cuda.Event
+MOST_KEPT_BYTES = 64 << 20
+"""Of the GPU's memory, what tensors that are made for a save may take until they are copied."""
 
 
 class StepClock:
@@ -112,13 +116,13 @@ class PhaseMarks:
 
 
 def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
-    """float64 [7 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, stop, elements that saturated (-1:
-    none can), and those of `routers`.
+    """float64 [8 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, ranks that ask to stop, what ranks
+    say of a save under way, elements that saturated (-1: none can), and those of `routers`.
 
     From a GPU they are there once it has passed a mark that is set after this call. The copy is queued here, behind its
     own step: asked for later, it would queue, and its reader wait, behind the steps that were begun meanwhile.
     """
-    scalars = (result.loss, result.grad_norm, result.tokens, result.skipped, result.loss_scale, result.stop)
+    scalars = (result.loss, result.grad_norm, result.tokens, result.skipped, result.loss_scale, *result.of_ranks)
     of_step = torch.stack([scalar.to(torch.float64) for scalar in scalars])
     saturated = of_step.new_full((1,), -1.0)
     if result.saturated is not None:
@@ -177,6 +181,20 @@ class PendingStep:
     mark: Mark
 
 
+@dataclass(frozen=True)
+class Told:
+    """What the ranks said in a step: how many ask to stop, and the sum of their words of a save under way."""
+
+    stop: int
+    saving: int
+
+
+def changes_in_updates_alone(piece: SavedPiece) -> bool:
+    """Whether nothing but the optimizer's update, and what follows it, changes what a piece is of: neither a forward
+    pass, as it does the largest elements of fp8, nor a backward pass."""
+    return piece.name.startswith(("model/", "optim/"))
+
+
 @dataclass
 class Run:
     """One rank's run. `emit` takes events; rank 0 sets it."""
@@ -199,6 +217,7 @@ class Run:
     place: np.ndarray | None = None
     """Where this rank's source stands after `step`, for a source that has to be told when the run goes on."""
     scaler: LossScaler = field(init=False)
+    saver: Saver = field(init=False)
     schedule: BatchSchedule = field(init=False)
 
     def __post_init__(self) -> None:
@@ -206,6 +225,7 @@ class Run:
         self.scaler = build_scaler(self.built.spec.precision, device=self.built.device)
         spec = self.built.spec
         self.schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
+        self.saver = build_saver(spec.checkpoint, self.store, self.comm, device=self.built.device)
 
     def start(self) -> None:
         """Goes on from the newest good checkpoint, or starts with the weights that `init` names, or from the seed.
@@ -291,6 +311,8 @@ class Run:
             is_ours=self.is_ours,
         )
         try:
+            if spec.checkpoint.saving == "async":
+                self.saver.prepare(self._pieces())
             if profiler.begins_behind(self.step):
                 profiler.begin()
                 clock.restart()
@@ -307,14 +329,20 @@ class Run:
                 # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
                 lag = 1 if self.built.device.type == "cuda" and not at_rest else 0
                 stop = False
+                saving = 0
                 while len(pending) > lag:
-                    stop = self._report(pending.pop(0), clock) or stop
+                    told = self._report(pending.pop(0), clock)
+                    stop = told.stop > 0 or stop
+                    saving = max(saving, told.saving)
+                if saving >= self.comm.size:
+                    self._saved(self.saver.settle())
                 if stop:
                     # what is saved has been looked at: a step that is not finite raises here
                     while pending:
                         self._report(pending.pop(0), clock)
                     # an evaluation that is due is made up for by the resumed run: it may take longer than the grace
                     self._save()
+                    self._finish_saving()
                     raise Preempted(f"stopped after step {self.step} and saved; {self._goes_on()}")
                 if profiler.ends_behind(self.step):
                     for event in profiler.end():
@@ -329,7 +357,13 @@ class Run:
                 if at_rest:
                     # evaluating, saving and a profiler's start are no part of the next step's time
                     clock.restart()
+            self._finish_saving()
+        except NonFiniteError:
+            # all ranks raise it together, so what is being saved, of a step before, can be saved to its end
+            self._finish_saving()
+            raise
         finally:
+            self.saver.close()
             profiler.close()
             # the source first: the loader's thread may be waiting for it
             if isinstance(source, ResumableSource):
@@ -348,6 +382,8 @@ class Run:
             weight_decay=weight_decay(spec.optim, self.step + 1),
             scaler=self.scaler,
             stop=stop_requested(),
+            saving=self.saver.word(),
+            before_update=self.saver.before_update,
             on_phase=on_phase,
         )
 
@@ -364,13 +400,13 @@ class Run:
         spec = self.built.spec
         return self._evaluation_due() or self._due(spec.checkpoint.every) or self.step == spec.train.steps
 
-    def _report(self, pending: PendingStep, clock: StepClock) -> bool:
-        """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
+    def _report(self, pending: PendingStep, clock: StepClock) -> Told:
+        """Reads a step's numbers, checks and emits them."""
         spec = self.built.spec
         step = pending.step
         # this waits for the device, so the numbers are read after it
         seconds = clock.lap(pending.mark)
-        loss, norm, tokens, skipped, loss_scale, stop, saturated, *of_routers = pending.numbers.tolist()
+        loss, norm, tokens, skipped, loss_scale, stop, saving, saturated, *of_routers = pending.numbers.tolist()
         self.tokens += int(tokens)
         # a smaller loss scale cures gradients that overflow, never a loss
         if not isfinite(loss) or not (isfinite(norm) or self.scaler.may_lower(loss_scale)):
@@ -402,7 +438,7 @@ class Run:
         if routers is not None:
             self.emit(routers)
         self.emit(event)
-        return stop > 0
+        return Told(int(stop), int(saving))
 
     def _evaluate(self) -> None:
         """Evaluates, or raises Preempted where a stop was asked for meanwhile: the resumed run evaluates anew."""
@@ -410,6 +446,7 @@ class Run:
         evaluated = self.evaluation.run()
         if evaluated is None:
             self._save()
+            self._finish_saving()
             raise Preempted(f"stopped in the evaluation after step {self.step} and saved; {self._goes_on()}")
         losses = {name: one.loss for name, one in evaluated.sets.items()}
         tokens = {name: one.tokens for name, one in evaluated.sets.items()}
@@ -434,7 +471,7 @@ class Run:
             return
         self.built.position.mark("saving")
         spec = self.built.spec
-        start = time.perf_counter()
+        allocated_before = self._allocated()
         state = progress(
             self.built,
             step=self.step,
@@ -444,18 +481,58 @@ class Run:
         )
         # a run that is not at its end has to go on from what it saves
         is_alone = spec.checkpoint.last == "weights" and self.step == spec.train.steps
-        pieces = weight_pieces_of(self.built) if is_alone else pieces_of(self.built)
+        pieces = weight_pieces_of(self.built) if is_alone else self._pieces()
         if is_alone:
             state |= WEIGHTS_ALONE
-        elif self.place is not None:
+        saved = self.saver.save(
+            self.step,
+            pieces,
+            spec=spec.model_dump(mode="json"),
+            state=state,
+            is_steady=changes_in_updates_alone,
+        )
+        if self._allocated() - allocated_before > MOST_KEPT_BYTES:
+            # tensors that were made for this save would take the room of the next step's activations
+            self.saver.wait_for_copies()
+        self.last_saved = self.step
+        self._saved(saved)
+
+    def _pieces(self) -> list[SavedPiece]:
+        """What this rank writes of a whole checkpoint."""
+        pieces = pieces_of(self.built)
+        if self.place is not None:
             place = place_of_all(self.place, device=self.built.device)
             if self.comm.rank == 0:
                 pieces.append(place_piece(place))
-        path = self.store.save(self.step, pieces, spec=spec.model_dump(mode="json"), state=state, comm=self.comm)
-        self.last_saved = self.step
-        if self.comm.rank == 0 and spec.checkpoint.keep != "all":
-            self.store.prune(spec.checkpoint.keep, inspect=lambda manifest: objections(manifest, spec))
-        self.emit(CheckpointSaved(step=self.step, path=str(path), seconds=time.perf_counter() - start))
+        return pieces
+
+    def _allocated(self) -> int:
+        """Bytes of the GPU's memory that tensors take."""
+        if self.built.device.type != "cuda":
+            return 0
+        return torch.cuda.memory_allocated(self.built.device)
+
+    def _saved(self, published: Sequence[Saved]) -> None:
+        """Tells of checkpoints that are published, and lets go of those that are not kept."""
+        spec = self.built.spec
+        for saved in published:
+            if self.comm.rank == 0 and spec.checkpoint.keep != "all":
+                self.store.prune(
+                    spec.checkpoint.keep,
+                    inspect=lambda manifest: objections(manifest, spec),
+                    remove=self.saver.remove,
+                )
+            self.emit(
+                CheckpointSaved(
+                    step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_seconds=saved.stall_seconds
+                )
+            )
+
+    def _finish_saving(self) -> None:
+        """Waits until what is being saved is published, and what was deleted is gone."""
+        self.built.position.mark("waiting for a checkpoint to be written")
+        self._saved(self.saver.finish())
+        self.saver.finish()
 
     def _sample(self) -> None:
         """Writes a text at the end of a run, where the recipe asks for one and the data have a tokenizer."""

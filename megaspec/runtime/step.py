@@ -25,6 +25,10 @@ def ignore_phase(phase: str) -> None:
     """For who measures no phases."""
 
 
+def nothing_to_do() -> None:
+    """For who has nothing to do before the update."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step measured, still on the device: reading it waits for the step."""
@@ -43,8 +47,8 @@ class StepResult:
     """1 when the update was not applied because the loss or the gradient norm was not finite."""
     loss_scale: Tensor
     """The factor on the loss in this step."""
-    stop: Tensor
-    """Ranks that want the run to stop after this step."""
+    of_ranks: Tensor
+    """[2]: ranks that want the run to stop after this step; the sum of what they say of the save under way."""
     saturated: Tensor | None
     """int64 [1]: elements that were too large for fp8 by the scales of this step, over all ranks; what several ranks
     have is counted by each. None: none can be, since scales are those of the elements themselves."""
@@ -144,16 +148,17 @@ def activations_size(built: TrainState, sequences: int, length: int) -> torch.Si
     return torch.Size((sequences, tokens, built.spec.model.d_model))
 
 
-def count_tokens(built: TrainState, batches: Sequence[Batch], *, stop: bool) -> tuple[Tensor, Tensor]:
-    """Valid tokens of the global batch, and how many ranks ask to stop: one small all-reduce over the world."""
+def count_tokens(built: TrainState, batches: Sequence[Batch], *, stop: bool, saving: int = 0) -> tuple[Tensor, Tensor]:
+    """Valid tokens of the global batch, and [2]: how many ranks ask to stop, and the sum of what they say of the save
+    under way. One small all-reduce over the world."""
     mask = torch.stack([b.mask.sum() for b in batches]).sum()
     # every rank of these axes has the same batch
     first = all(built.mesh.index(axis) == 0 for axis in ("tp", "cp", "pp"))
     counted = mask if first else torch.zeros_like(mask)
-    counts = torch.stack([counted, torch.full_like(counted, int(stop))])
+    counts = torch.stack([counted, torch.full_like(counted, int(stop)), torch.full_like(counted, saving)])
     if built.mesh.world_size > 1:
         dist.all_reduce(counts)
-    return counts[0], counts[1]
+    return counts[0], counts[1:]
 
 
 def train_step(
@@ -164,15 +169,18 @@ def train_step(
     weight_decay: float,
     scaler: LossScaler,
     stop: bool = False,
+    saving: int = 0,
+    before_update: Callable[[], object] = nothing_to_do,
     on_gradients: Callable[[], None] | None = None,
     on_phase: Callable[[str], object] = ignore_phase,
 ) -> StepResult:
     """One step on this rank's micro batches. The host reads nothing back.
 
     `on_gradients` is called when the gradients are summed, before the update, which may divide them in place.
-    `on_phase` is called with each of PHASES when the device was given all of its work.
+    `saving` is summed over the ranks, as `stop` is. `before_update` is called right before the optimizer changes
+    anything. `on_phase` is called with each of PHASES when the device was given all of its work.
     """
-    tokens, stop_count = count_tokens(built, batches, stop=stop)
+    tokens, of_ranks = count_tokens(built, batches, stop=stop, saving=saving)
     loss_scale = scaler.scale.clone()
     local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale, on_phase=on_phase)
     saturated = built.fp8.finish_step()
@@ -191,6 +199,7 @@ def train_step(
             divide_by = divide_by * (norm / built.spec.optim.clip).clamp(min=1)
         loss = _summed(built, local.clone())
         skip = (~(torch.isfinite(norm) & torch.isfinite(loss))).to(torch.float32)
+        before_update()
         built.optimizer.update(
             data.gradients, lr=lr, weight_decay=weight_decay, divide_by=divide_by.to(built.wide), skip=skip
         )
@@ -199,7 +208,7 @@ def train_step(
     routers = built.expert_parallel.finish_step(built.chunks, skip=skip)
     scaler.update(skip)
     on_phase(UPDATE)
-    return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, stop_count, saturated, routers)
+    return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, of_ranks, saturated, routers)
 
 
 def evaluate(built: TrainState, batches: Iterable[Batch]) -> Tensor:
