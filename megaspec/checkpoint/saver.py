@@ -10,7 +10,6 @@ Note "One buffer". A save that is due while the one before is still being writte
 checkpoints that its recipe says, and the CPU's memory holds the state once. How long it waited is told.
 """
 
-import hashlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import torch
 
 from megaspec.checkpoint import folders
 from megaspec.checkpoint.comm import Comm, on_first, raise_failure, together
+from megaspec.checkpoint.fallback import fallback_folder, note
 from megaspec.checkpoint.files import remove_tree
 from megaspec.checkpoint.publish import BegunSave
 from megaspec.checkpoint.shard import SavedPiece, ShardPlan, plan_shard
@@ -102,6 +102,11 @@ class Tries:
             return self.fallback
         return self.first
 
+    def note(self, path: Path) -> None:
+        """Notes in the run folder where a checkpoint was saved that is not there."""
+        if path.parent != self.first.folder:
+            note(self.first.folder.parent, path)
+
     def again(self, step: int, n_failed: int, error: WriteError, *, tell: bool) -> None:
         """After the n-th failure: says where the next try goes, and waits before one in the same place. Raises the
         error when there is none left."""
@@ -146,6 +151,8 @@ class BlockingSaver:
                 self._tries.again(step, n_failed, error, tell=self._comm.rank == 0)
             else:
                 seconds = time.perf_counter() - began
+                if self._comm.rank == 0:
+                    self._tries.note(path)
                 return [Saved(step, path, seconds, seconds)]
 
     def before_update(self) -> None:
@@ -421,6 +428,8 @@ class AsyncSaver:
             return []
         path = self._store().folder / folders.step_name(save.step)
         self._store().publisher.published = save.step
+        if self._comm.rank == 0:
+            self._tries.note(path)
         self._save = None
         self._start_removal()
         return [Saved(save.step, path, time.perf_counter() - save.began, save.stall_seconds)]
@@ -466,12 +475,6 @@ class AsyncSaver:
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
-
-
-def fallback_folder(fallback_dir: str, run_dir: Path) -> Path:
-    """Where a run saves what its own folder does not take: a folder of its own, by its name and place."""
-    place = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
-    return Path(fallback_dir) / f"{run_dir.name}-{place}"
 
 
 def build_saver(spec: CheckpointSpec, store: Store, comm: Comm, *, device: torch.device) -> Saver:

@@ -208,6 +208,6 @@ def perplexity(loss: float) -> str:
 def _saving_seconds(event: CheckpointSaved) -> str:
     """`7.1 s`; `7.1 s, of which training stood still for 0.4 s` where it went on meanwhile."""
     text = f"{event.seconds:.1f} s"
-    if event.stall_seconds < event.seconds:
+    if event.stall_seconds is not None and event.stall_seconds < event.seconds:
         text += f", of which training stood still for {event.stall_seconds:.1f} s"
     return text

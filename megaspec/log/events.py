@@ -180,8 +180,8 @@ class CheckpointSaved:
     path: str
     seconds: float
     """From its beginning until it was published."""
-    stall_seconds: float = 0.0
-    """Of these, how long rank 0's training stood still for it."""
+    stall_seconds: float | None = None
+    """Of these, how long rank 0's training stood still for it. None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,6 @@ TIMED = (
     "mfu_causal",
     "mfu_full",
     "data_seconds",
-    "stall_seconds",
     "forward_backward_seconds",
     "reduce_gradients_seconds",
     "optimizer_seconds",

@@ -25,7 +25,10 @@ def scalars(event: Event) -> dict[str, float]:
         case EvalDone():
             return _of_evaluation(event)
         case CheckpointSaved():
-            return {"checkpoint/seconds": event.seconds, "checkpoint/stall_seconds": event.stall_seconds}
+            found = {"checkpoint/seconds": event.seconds}
+            if event.stall_seconds is not None:
+                found["checkpoint/stall_seconds"] = event.stall_seconds
+            return found
         case _:
             return {}
 

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import isfinite
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import numpy as np
 import psutil
 import torch
 
-from megaspec.checkpoint.comm import Comm
+from megaspec.checkpoint.comm import Comm, on_first
+from megaspec.checkpoint.fallback import adopt, refuse_unwritable
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.saver import Saved, Saver, build_saver
 from megaspec.checkpoint.shard import SavedPiece
@@ -235,6 +237,9 @@ class Run:
         spec = self.built.spec
         is_fork = began_as_fork(spec)
         way_out = fork_again(spec) if is_fork else START_ANEW
+        for line in on_first(self.comm, self._fetch_from_elsewhere):
+            if self.comm.rank == 0:
+                print(printable(f"megaspec: {line}"), file=sys.stderr, flush=True)
         reader = self.store.newest_good(self.comm, inspect=self._objections, way_out=way_out)
         if reader is None and is_fork:
             raise CheckpointError(f"{self.store.folder}: no checkpoint is left; {way_out}")
@@ -256,6 +261,14 @@ class Run:
             # a fork to another stream begins that at its beginning
             if self.schedule.consumed(self.step) > 0:
                 self.place = read_place(reader)
+
+    def _fetch_from_elsewhere(self) -> list[str]:
+        """Rank 0: moves home what an earlier start saved in another place. -> what there is to tell of it."""
+        spec = self.built.spec
+        fallback_dir = spec.checkpoint.fallback_dir
+        if fallback_dir is not None:
+            refuse_unwritable(fallback_dir, self.run_dir)
+        return list(adopt(self.run_dir, fallback_dir, partial(objections, run=spec)).lines)
 
     def _tell_new_start(self) -> None:
         """Says on stderr that a run which was under way before, or may have been, starts with weights from the seed."""
@@ -519,7 +532,7 @@ class Run:
             if self.comm.rank == 0 and spec.checkpoint.keep != "all":
                 self.store.prune(
                     spec.checkpoint.keep,
-                    inspect=lambda manifest: objections(manifest, spec),
+                    inspect=partial(objections, run=spec),
                     remove=self.saver.remove,
                 )
             self.emit(
