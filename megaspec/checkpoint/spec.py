@@ -14,6 +14,12 @@ class CheckpointSpec(Frozen):
     """Steps between checkpoints; 0 writes only at the end."""
     keep: PositiveInt | Literal["all"] = 2
     """How many of the newest good checkpoints stay on disk. all: every one; the disk has to hold them."""
+    keep_every: NonNegativeCount = 0
+    """Beside the newest, those stay whose step is a multiple of this; 0: none."""
+    keep_best: NonNegativeCount = 0
+    """Beside the newest, so many with the lowest losses stay, of those after whose step the run was evaluated."""
+    best_by: str = Field("mean", min_length=1)
+    """Whose loss that is: an evaluation set's, by its name in data.valid, or mean, of all sets."""
     saving: Literal["blocking", "async"] = "blocking"
     """Whether training waits while a checkpoint is written. async: the state is copied into the CPU's memory, which
     holds it once, and another process writes it from there; a save that is due before the last one is written waits."""

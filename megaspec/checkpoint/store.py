@@ -5,7 +5,7 @@ folders.py.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from megaspec.checkpoint.comm import Comm, on_first, together
 from megaspec.checkpoint.examine import Inspect, examine, find_damage, no_objections, read_manifest
 from megaspec.checkpoint.files import UnreadableError, remove_tree, rename_durably
 from megaspec.checkpoint.format import CHUNK_BYTES, MANIFEST
+from megaspec.checkpoint.in_use import held_for_reading, unless_held
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.publish import BegunSave, Publisher
 from megaspec.checkpoint.reader import Reader
@@ -35,6 +36,11 @@ class Findings:
 
     damage: list[str]
     objections: list[str] = field(default_factory=list)
+
+
+def none_beside(steps: list[int]) -> Set[int]:
+    """Only the newest stay."""
+    return frozenset()
 
 
 class Store:
@@ -156,11 +162,13 @@ class Store:
         keep: int,
         *,
         inspect: Inspect = no_objections,
+        beside: Callable[[list[int]], Set[int]] = none_beside,
         remove: Callable[[Path], object] = remove_tree,
     ) -> list[int]:
         """Remove all but the newest `keep` checkpoints; for rank 0, after a save. Returns the steps that were removed.
 
-        `remove` removes a folder that has lost its name already, now or later.
+        `beside`: of the steps that there are, those that stay as well. What somebody reads (in_use.py) stays until a
+        later call. `remove` removes a folder that has lost its name already, now or later.
 
         Counts only those whose manifest and sizes are right and that `inspect` has nothing against; the others, and
         what this store published last, stay. Raises WriteError.
@@ -175,11 +183,14 @@ class Store:
             if candidate.replaced_by is None and manifest and not problems:
                 whole.append((candidate, manifest.generation))
         removed = []
+        stay = beside([candidate.step for candidate, _ in whole])
         for candidate, generation in whole[keep:]:
-            if candidate.step == self.publisher.published:
+            if candidate.step == self.publisher.published or candidate.step in stay:
                 continue
-            self._writing(partial(folders.delete, candidate.path, candidate.step, generation, remove))
-            removed.append(candidate.step)
+            with unless_held(candidate.path) as is_free:
+                if is_free:
+                    self._writing(partial(folders.delete, candidate.path, candidate.step, generation, remove))
+                    removed.append(candidate.step)
         return removed
 
     def _candidate(self, name: str) -> folders.CandidateFolder:
@@ -199,11 +210,12 @@ class Store:
 
         def look_at_share() -> dict[str, list[str]]:
             try:
-                manifest = read_manifest(path, candidate.step)
-                objections = [f"{path / MANIFEST}: {line}" for line in inspect(manifest)]
-                if objections:
-                    return {"damage": [], "objections": objections}
-                damage = find_damage(path, manifest, part=comm.rank, parts=comm.size)
+                with held_for_reading(path):
+                    manifest = read_manifest(path, candidate.step)
+                    objections = [f"{path / MANIFEST}: {line}" for line in inspect(manifest)]
+                    if objections:
+                        return {"damage": [], "objections": objections}
+                    damage = find_damage(path, manifest, part=comm.rank, parts=comm.size)
             except UnreadableError:
                 raise
             except CheckpointError as error:

@@ -15,6 +15,7 @@ import torch
 from megaspec.checkpoint.comm import Comm, on_first
 from megaspec.checkpoint.fallback import adopt, refuse_unwritable
 from megaspec.checkpoint.format import Manifest
+from megaspec.checkpoint.retention import kept_beside_newest
 from megaspec.checkpoint.saver import Saved, Saver, build_saver
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import START_ANEW, Store
@@ -26,7 +27,7 @@ from megaspec.data.spec import ORDER_VERSION, StreamSpec
 from megaspec.data.stream_files import check_unchanged
 from megaspec.launcher.stop import stop_requested
 from megaspec.log.events import CheckpointSaved, EvalDone, Event, RunStarted, Sampled, StepDone
-from megaspec.log.jsonl import is_evaluated
+from megaspec.log.jsonl import is_evaluated, losses_by_step
 from megaspec.log.prediction import Prediction
 from megaspec.log.sinks import METRICS
 from megaspec.log.speed import speed_of
@@ -220,6 +221,8 @@ class Run:
     """Where this rank's source stands after `step`, for a source that has to be told when the run goes on."""
     scaler: LossScaler = field(init=False)
     saver: Saver = field(init=False)
+    losses: dict[int, float] = field(default_factory=dict)
+    """Rank 0: by step, of the evaluations that say which checkpoints are best."""
     schedule: BatchSchedule = field(init=False)
 
     def __post_init__(self) -> None:
@@ -296,6 +299,8 @@ class Run:
     def train(self) -> None:
         """Trains to the last step. Raises Preempted once a stop was asked for and the run is saved."""
         spec = self.built.spec
+        if self.comm.rank == 0 and spec.checkpoint.keep_best:
+            self.losses = losses_by_step(self.run_dir / METRICS, spec.checkpoint.best_by)
         if self._owes_evaluation():
             self._evaluate()
         source = open_training_source(spec)
@@ -463,6 +468,8 @@ class Run:
             raise Preempted(f"stopped in the evaluation after step {self.step} and saved; {self._goes_on()}")
         losses = {name: one.loss for name, one in evaluated.sets.items()}
         tokens = {name: one.tokens for name, one in evaluated.sets.items()}
+        by = self.built.spec.checkpoint.best_by
+        self.losses[self.step] = evaluated.loss if by == "mean" else losses[by]
         seconds = time.perf_counter() - start
         self.emit(EvalDone(step=self.step, loss=evaluated.loss, sets=losses, tokens=tokens, seconds=seconds))
 
@@ -533,6 +540,7 @@ class Run:
                 self.store.prune(
                     spec.checkpoint.keep,
                     inspect=partial(objections, run=spec),
+                    beside=partial(kept_beside_newest, spec=spec.checkpoint, losses=self.losses),
                     remove=self.saver.remove,
                 )
             self.emit(

@@ -133,3 +133,17 @@ def test_a_request_to_stop_waits_for_what_is_being_written(tmp_path, factory, un
     assert saved(run) == [4, 6]
     assert go(run, factory) == 0
     assert_same(run, undisturbed[2])
+
+
+@pytest.mark.parametrize("saving", ["blocking", "async"])
+def test_the_best_stay(tmp_path, factory, saving):
+    """Through a stop as well: what was evaluated before it is known after it."""
+    changes = {"keep": 1, "keep_best": 2, "keep_every": 8, "saving": saving}
+    run = make_run(tmp_path / "run", recipe(save_every=4, **changes))
+    assert go(run, factory, fault={"rank": 0, "kind": "stop", "point": "step", "count": 18}, **LONG) == 75
+    assert go(run, factory) == 0
+    losses = {one["step"]: one["loss"] for one in read_metrics(run / "metrics.jsonl") if one["event"] == "eval"}
+    assert sorted(losses) == list(range(4, 25, 4))
+    best = sorted(losses, key=lambda step: (losses[step], -step))[:2]
+    kept = sorted({24, 8, 16, *best})
+    assert sorted(os.listdir(run / "checkpoints")) == [f"step-{step:08d}" for step in kept]
