@@ -28,6 +28,9 @@ class CheckpointSpec(Frozen):
     fallback_dir: str | None = Field(None, min_length=1)
     """Where a save goes that the run folder did not take, on another disk. The next start moves it into the run folder.
     None: there is no other place."""
+    copy_to: str | None = Field(None, min_length=1)
+    """URL to which each published checkpoint is copied, beside training, and read back: `s3://bucket/run`, or another
+    scheme of fsspec's. What is deleted in the run folder is deleted there. None: there are no copies."""
     last: Literal["training", "weights"] = "training"
     """What the checkpoint of the last step holds. weights: them alone, without optimizer state, in a fraction of the
     bytes; all before it are whole, so that an interrupted run goes on, a finished one can't be trained further."""

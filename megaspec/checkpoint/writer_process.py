@@ -136,4 +136,4 @@ class WriterProcess:
         how = f"ended with code {code}"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        return {"kind": "write", "lines": [f"the process that writes checkpoints {how}"]}
+        return {"kind": "write", "lines": [f"the process that writes checkpoints {how}"], "died": True}

@@ -76,3 +76,19 @@ def another_place_is_tried(case: Case) -> Problem | None:
         return None
     key = "checkpoint.retries"
     return Problem(key, f"{key}=0 never tries checkpoint.fallback_dir={spec.fallback_dir}; set it to 1, or drop that")
+
+
+def no_secret_in_a_url(case: Case) -> Problem | None:
+    """The URL of copies holds no user and no password: recipes and run folders are read by others."""
+    url = case.recipe.checkpoint.copy_to
+    if url is None:
+        return None
+    key = "checkpoint.copy_to"
+    scheme, found, place = url.partition("://")
+    if not found or not scheme or not place.strip("/"):
+        return Problem(key, f"{key}={url.rpartition('@')[2]} must be a URL, scheme://place; try s3://bucket/run")
+    host, _, _ = place.partition("/")
+    if "@" in host or "?" in place:
+        text = f"{key}={scheme}://***: a URL holds no user, password or query here; leave them out, and set"
+        return Problem(key, f"{text} AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what the scheme's package reads")
+    return None

@@ -690,6 +690,11 @@ _CHECKPOINT = {
         ("checkpoint.best_by=mean",),
         "checkpoint.best_by",
     ),
+    "copy-url": Example(
+        ("checkpoint.copy_to='s3://me:secret@bucket/run'",),
+        ("checkpoint.copy_to='s3://bucket/run'",),
+        "checkpoint.copy_to",
+    ),
     "fallback-retries": Example(
         ("checkpoint.fallback_dir=/scratch", "checkpoint.retries=0"), ("checkpoint.retries=1",), "checkpoint.retries"
     ),

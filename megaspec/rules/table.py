@@ -202,6 +202,7 @@ RULES: dict[str, Rule] = {
     "keep-every": checkpoint_rules.steps_that_are_kept_are_saved,
     "keep-best": checkpoint_rules.best_checkpoints_are_evaluated,
     "keep-best-by": checkpoint_rules.best_is_by_a_set_that_is_there,
+    "copy-url": checkpoint_rules.no_secret_in_a_url,
     "fallback-retries": checkpoint_rules.another_place_is_tried,
 }
 

@@ -13,7 +13,9 @@ import psutil
 import torch
 
 from megaspec.checkpoint.comm import Comm, on_first
+from megaspec.checkpoint.copier import Copier
 from megaspec.checkpoint.fallback import adopt, refuse_unwritable
+from megaspec.checkpoint.folders import step_name
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.retention import kept_beside_newest
 from megaspec.checkpoint.saver import Saved, Saver, build_saver
@@ -221,6 +223,8 @@ class Run:
     """Where this rank's source stands after `step`, for a source that has to be told when the run goes on."""
     scaler: LossScaler = field(init=False)
     saver: Saver = field(init=False)
+    copier: Copier | None = field(init=False, default=None)
+    """Rank 0, where checkpoints are copied."""
     losses: dict[int, float] = field(default_factory=dict)
     """Rank 0: by step, of the evaluations that say which checkpoints are best."""
     schedule: BatchSchedule = field(init=False)
@@ -231,6 +235,8 @@ class Run:
         spec = self.built.spec
         self.schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
         self.saver = build_saver(spec.checkpoint, self.store, self.comm, device=self.built.device)
+        if spec.checkpoint.copy_to is not None and self.comm.rank == 0:
+            self.copier = Copier(spec.checkpoint.copy_to, self.run_dir)
 
     def start(self) -> None:
         """Goes on from the newest good checkpoint, or starts with the weights that `init` names, or from the seed.
@@ -271,6 +277,8 @@ class Run:
         fallback_dir = spec.checkpoint.fallback_dir
         if fallback_dir is not None:
             refuse_unwritable(fallback_dir, self.run_dir)
+        if self.copier is not None:
+            self.copier.check()
         return list(adopt(self.run_dir, fallback_dir, partial(objections, run=spec)).lines)
 
     def _tell_new_start(self) -> None:
@@ -329,6 +337,9 @@ class Run:
             is_ours=self.is_ours,
         )
         try:
+            if self.copier is not None and self.last_saved > 0:
+                # the start before may have ended before it was copied
+                self.copier.copy(self.store.folder / step_name(self.last_saved), self.last_saved)
             if spec.checkpoint.saving == "async":
                 self.saver.prepare(self._pieces())
             if profiler.begins_behind(self.step):
@@ -352,6 +363,8 @@ class Run:
                     told = self._report(pending.pop(0), clock)
                     stop = told.stop > 0 or stop
                     saving = max(saving, told.saving)
+                if self.copier is not None:
+                    self.copier.poll()
                 if saving >= self.comm.size:
                     self._saved(self.saver.settle())
                 if stop:
@@ -376,12 +389,15 @@ class Run:
                     # evaluating, saving and a profiler's start are no part of the next step's time
                     clock.restart()
             self._finish_saving()
+            on_first(self.comm, self._finish_copying)
         except NonFiniteError:
             # all ranks raise it together, so what is being saved, of a step before, can be saved to its end
             self._finish_saving()
             raise
         finally:
             self.saver.close()
+            if self.copier is not None:
+                self.copier.close()
             profiler.close()
             # the source first: the loader's thread may be waiting for it
             if isinstance(source, ResumableSource):
@@ -537,12 +553,17 @@ class Run:
         spec = self.built.spec
         for saved in published:
             if self.comm.rank == 0 and spec.checkpoint.keep != "all":
-                self.store.prune(
+                deleted = self.store.prune(
                     spec.checkpoint.keep,
                     inspect=partial(objections, run=spec),
                     beside=partial(kept_beside_newest, spec=spec.checkpoint, losses=self.losses),
                     remove=self.saver.remove,
                 )
+                for step in deleted:
+                    if self.copier is not None:
+                        self.copier.drop(step)
+            if self.copier is not None:
+                self.copier.copy(saved.path, saved.step)
             self.emit(
                 CheckpointSaved(
                     step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_seconds=saved.stall_seconds
@@ -554,6 +575,11 @@ class Run:
         self.built.position.mark("waiting for a checkpoint to be written")
         self._saved(self.saver.finish())
         self.saver.finish()
+
+    def _finish_copying(self) -> None:
+        """Rank 0: waits until the last checkpoint is copied. WriteError: it could not be."""
+        if self.copier is not None:
+            self.copier.finish()
 
     def _sample(self) -> None:
         """Writes a text at the end of a run, where the recipe asks for one and the data have a tokenizer."""
