@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.checkpoint.failures import KINDS
+from megaspec.checkpoint.remote import FIRST_WAIT_SECONDS
 from megaspec.checkpoint.writer_process import WriterProcess
 from megaspec.core.errors import CheckpointError, WriteError, printable
 
@@ -17,8 +18,9 @@ class Copier:
     A copy that fails is told, and the next checkpoint is copied all the same; `finish` raises what the last one met.
     """
 
-    def __init__(self, url: str, run_dir: Path):
+    def __init__(self, url: str, run_dir: Path, *, wait_seconds: float = FIRST_WAIT_SECONDS):
         self._url = url
+        self._common = {"url": url, "wait_seconds": wait_seconds}
         self._process = WriterProcess({"run_dir": str(run_dir), "token": 0, "chunk_bytes": 8})
         self._jobs: deque[dict[str, Any]] = deque()
         self._under_way: dict[str, Any] | None = None
@@ -26,7 +28,7 @@ class Copier:
 
     def check(self) -> None:
         """Whether what is copied will arrive. WriteError: it won't, and why; UsageError: a package is missing."""
-        self._process.send({"do": "check", "url": self._url})
+        self._process.send({"do": "check", **self._common})
         answer = self._process.wait()
         if "value" not in answer:
             raise KINDS[answer["kind"]](answer["lines"])
@@ -36,12 +38,12 @@ class Copier:
         for job in [job for job in self._jobs if job["do"] == "copy"]:
             self._jobs.remove(job)
             self._tell(f"step {job['step']} is not copied to {self._url}: step {step} is, which is newer")
-        self._jobs.append({"do": "copy", "url": self._url, "path": str(path), "step": step})
+        self._jobs.append({"do": "copy", **self._common, "path": str(path), "step": step})
         self.poll()
 
     def drop(self, step: int) -> None:
         """A checkpoint was deleted from the run folder: its copy goes as well."""
-        self._jobs.append({"do": "drop", "url": self._url, "step": step})
+        self._jobs.append({"do": "drop", **self._common, "step": step})
         self.poll()
 
     def poll(self) -> None:

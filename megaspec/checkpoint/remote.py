@@ -1,6 +1,6 @@
 """Copies of a run's checkpoints in an object store, or wherever fsspec reaches. Torch-free.
 
-    URL/spec.json, recipe.json, target.json, metrics.jsonl    what a run needs to go on, as it was at the last copy
+    URL/spec.json and other RUN_FILES                         what a run needs to go on, as it was at the last copy
     URL/checkpoints/step-00000100/rank-00000.safetensors
     URL/checkpoints/step-00000100/manifest.json               last: who sees it sees all of the checkpoint
 
@@ -34,7 +34,7 @@ FIRST_WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 30.0
 PART_BYTES = 64 << 20
 """Of a multipart upload."""
-RUN_FILES = ("recipe.json", "target.json", "spec.json", "metrics.jsonl")
+RUN_FILES = ("recipe.json", "target.json", "spec.json", "prediction.json", "metrics.jsonl")
 _RUN_FILE_LIMIT = 1 << 30
 _PROBE = ".megaspec-probe"
 
@@ -77,14 +77,9 @@ class Remote:
         """Writes, reads and deletes a few bytes. WriteError: what is copied there would not arrive."""
         path = f"{self.root}/{_PROBE}"
 
-        def probe() -> None:
-            self._make_folder(self.root)
-            self.fs.pipe_file(path, b"megaspec")
-            if self.fs.cat_file(path) != b"megaspec":
-                raise OSError("other bytes came back than were written")
-            self.fs.rm_file(path)
-
-        self._tried(probe, self.url)
+        self._tried(lambda: self._make_folder(self.root), self.url)
+        self._put(path, b"megaspec")
+        self._tried(lambda: self._forget(path), self.url)
 
     def upload(self, checkpoint: Path, step: int) -> int:
         """Copies a checkpoint that is whole. -> bytes. WriteError: it could not be, after TRIES of a file.
@@ -100,30 +95,34 @@ class Remote:
             self._tried(lambda: self._forget(f"{target}/{MANIFEST}"), target)
             self._tried(lambda: self._make_folder(target), target)
             for file in manifest.files:
-                there = f"{target}/{file.name}"
-
-                def copy(file: StoredFile = file, there: str = there) -> None:
-                    self._write(checkpoint / file.name, there)
-                    self._verify(there, file, manifest.chunk_bytes)
-
-                self._tried(copy, there)
+                self._copy(checkpoint / file.name, f"{target}/{file.name}", file, manifest.chunk_bytes)
             self._upload_run_files(checkpoint.parent.parent)
-
-            def publish() -> None:
-                self.fs.pipe_file(f"{target}/{MANIFEST}", data)
-                if self.fs.cat_file(f"{target}/{MANIFEST}") != data:
-                    raise OSError("other bytes came back than were written")
-
-            self._tried(publish, target)
+            self._put(f"{target}/{MANIFEST}", data)
         return manifest.bytes
+
+    def _copy(self, source: Path, there: str, file: StoredFile, chunk_bytes: int) -> None:
+        """Writes a file until it comes back as it was written; what the store did not answer is asked again first."""
+        damage = ""
+        for _ in range(TRIES):
+            self._tried(lambda: self._write(source, there), there)
+            damage = self._tried(lambda: self._damage(there, file, chunk_bytes), there)
+            if not damage:
+                return
+        raise self._error(f"{self._name}{self.url}: {_last(there)}: {damage}")
 
     def _upload_run_files(self, run_dir: Path) -> None:
         for name in RUN_FILES:
             source = run_dir / name
             if source.is_file() and not source.is_symlink():
-                data = source.read_bytes()
-                there = f"{self.root}/{name}"
-                self._tried(lambda there=there, data=data: self.fs.pipe_file(there, data), there)
+                self._put(f"{self.root}/{name}", source.read_bytes())
+
+    def _put(self, there: str, data: bytes) -> None:
+        """Writes a small file until it comes back as it was written."""
+        for _ in range(TRIES):
+            self._tried(lambda: self.fs.pipe_file(there, data), there)
+            if self._has(there, data):
+                return
+        raise self._error(f"{self._name}{self.url}: {_last(there)}: other bytes came back than were written")
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are whole there, ascending."""
@@ -212,15 +211,16 @@ class Remote:
             while data := file.read(PART_BYTES):
                 out.write(data)
 
-    def _verify(self, there: str, file: StoredFile, chunk_bytes: int) -> None:
-        """Reads a file back. OSError: it is not what was written."""
+    def _damage(self, there: str, file: StoredFile, chunk_bytes: int) -> str:
+        """Reads a file back. -> in what it is not what was written; "" where it is."""
         with self.fs.open(there, "rb", block_size=PART_BYTES, cache_type="readahead") as back:
             for index, expected in enumerate(file.crc32):
                 data = back.read(chunk_length(file, index, chunk_bytes))
                 if zlib.crc32(data) != int(expected):
-                    raise OSError(f"chunk {index} came back with other bytes than were written")
+                    return f"chunk {index} came back with other bytes than were written"
             if back.read(1):
-                raise OSError("more bytes came back than were written")
+                return "more bytes came back than were written"
+        return ""
 
     def _fetch(self, source: str, target: Path, *, limit: int) -> None:
         """Downloads a file of at most `limit` bytes."""
@@ -282,7 +282,8 @@ def _errors() -> tuple[type[BaseException], ...]:
 
 def is_final(error: BaseException) -> bool:
     """Whether another try meets the same: no such bucket, no right to it."""
-    return isinstance(error, FileNotFoundError | PermissionError) or type(error).__name__ in _NO_CREDENTIALS
+    is_known = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError)
+    return is_known or type(error).__name__ in _NO_CREDENTIALS
 
 
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound")
@@ -299,8 +300,6 @@ def in_words(error: BaseException) -> str:
         return "there is no such bucket or file"
     if name in ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError"):
         return "can't be reached"
-    if type(error) is OSError and error.errno is None and "came back" in str(error):
-        return str(error)
     if isinstance(error, OSError) and error.errno is not None:
         return os.strerror(error.errno)
     return f"failed ({name})"
@@ -308,7 +307,7 @@ def in_words(error: BaseException) -> str:
 
 def work(job: dict[str, Any]) -> Any:
     """A job of the copier, in writer.py's process: check, copy or drop."""
-    remote = Remote(job["url"])
+    remote = Remote(job["url"], wait_seconds=job["wait_seconds"])
     match job["do"]:
         case "check":
             return remote.check()

@@ -14,7 +14,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 SECRET = "canary-secret-9f3b"
 DENIED = b"<?xml version='1.0'?><Error><Code>InvalidAccessKeyId</Code><Message>canary-secret-9f3b</Message></Error>"
-_HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "server", "date", "host", "content-encoding"}
+_HOP_BY_HOP = {
+    "connection",
+    "transfer-encoding",
+    "content-length",
+    "server",
+    "date",
+    "host",
+    "content-encoding",
+    "expect",
+}
 
 
 def free_port() -> int:
@@ -96,7 +105,8 @@ class StandIn:
             text = DENIED if fault == 403 else b"<?xml version='1.0'?><Error><Code>SlowDown</Code></Error>"
             _send(handler, fault, {"Content-Type": "application/xml"}, text)
             return
-        headers = {}
+        # urllib would call it a form, of which moto reads no body
+        headers = {"Content-Type": "application/octet-stream"}
         for name, value in handler.headers.items():
             # checksums of the client's are of the bytes before the flip
             if name.lower() not in _HOP_BY_HOP and "checksum" not in name.lower() and name.lower() != "content-md5":

@@ -3,16 +3,19 @@
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 
 import psutil
 import pytest
 
+from megaspec import cli
+from megaspec.checkpoint.remote import Remote
 from megaspec.log.jsonl import read_metrics
 from megaspec_launchers.local import PRELOADED
 from megaspec_launchers.rank_factory import RankFactory
-from tests.faults.runs import assert_same, go, make_run, recipe
+from tests.faults.runs import assert_same, go, make_run, newest, recipe
 from tests.faults.test_kills import LONGEST_SECONDS, assert_newest_is_good
 
 KILLS = ["rank"] * 14 + ["writer"] * 16 + ["launcher"] * 10
@@ -147,3 +150,34 @@ def test_the_best_stay(tmp_path, factory, saving):
     best = sorted(losses, key=lambda step: (losses[step], -step))[:2]
     kept = sorted({24, 8, 16, *best})
     assert sorted(os.listdir(run / "checkpoints")) == [f"step-{step:08d}" for step in kept]
+
+
+def test_copies_follow_the_run_folder(tmp_path, factory, undisturbed, capfd):
+    """The run folder is lost; what a copy brings back goes on as if nothing had been."""
+    copies = f"file://{tmp_path}/copies"
+    run = make_run(tmp_path / "run", recipe(saving="async", save_every=6, copy_to=copies))
+    assert go(run, factory, fault={"rank": 1, "kind": "point", "point": "step", "count": 20}, **LONG) == 74
+    kept = sorted(os.listdir(run / "checkpoints"))
+    assert go(run, factory, fault={"rank": 0, "kind": "stop", "point": "step", "count": 2}, **LONG) == 75
+    # what a killed start had not copied is copied by the next
+    assert set(Remote(copies).steps()) & {int(name.removeprefix("step-")) for name in kept}
+    shutil.rmtree(run)
+    assert cli.main(["checkpoint", "fetch", copies, "--out", str(run)]) == 0
+    assert go(run, factory, **LONG) == 0, capfd.readouterr().err
+    assert_same_end(run, undisturbed[2])
+    assert Remote(copies).steps()[-1] == 24
+
+
+def assert_same_end(run, undisturbed):
+    """The weights; of the history there is what was copied."""
+    step, tensors, state = newest(run)
+    assert (step, state) == (undisturbed.step, undisturbed.state)
+    assert tensors == undisturbed.tensors
+
+
+def test_a_place_for_copies_that_cannot_be_written_ends_a_run_before_it_trains(tmp_path, factory, capfd):
+    (tmp_path / "file").write_text("")
+    run = make_run(tmp_path / "run", recipe(copy_to=f"file://{tmp_path}/file/copies"))
+    assert go(run, factory, **LONG) == 73
+    assert f"checkpoint.copy_to=file://{tmp_path}/file/copies" in capfd.readouterr().err
+    assert not (run / "metrics.jsonl").exists()
