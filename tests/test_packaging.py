@@ -107,7 +107,7 @@ def test_editable_install_works_from_another_folder(tmp_path):
 
 TRAINING, DEVELOPMENT = ROOT / "requirements.txt", ROOT / "requirements-dev.txt"
 TRAINING_EXTRAS = ("gpu", "hf", "tensorboard")
-DEVELOPMENT_EXTRAS = ("dev", "parquet", "sentencepiece", "sweep", "wandb")
+DEVELOPMENT_EXTRAS = ("dev", "parquet", "s3", "sentencepiece", "sweep", "wandb")
 SERVICE_EXTRAS = ("mlflow", "trackio")
 """Extras of services that are too heavy for every test run, or need other versions than ours: pinned by nobody."""
 GPU_EXTRAS = ("te", "fa", "cudnn", "dali")
