@@ -136,6 +136,7 @@ COMMANDS: dict[str, Completed] = {
             "--workers",
         )
     ),
+    "data fetch": Completed(("--out",)),
     "data inspect": Completed(("--json", "--samples", "--tokenizer", "--vocab-size")),
     "hf": Completed(),
     "hf import": Completed(("--out", "--revision")),

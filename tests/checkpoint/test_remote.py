@@ -31,7 +31,6 @@ def store(moto, monkeypatch, request) -> Iterator[StandIn]:
     stand_in = StandIn(moto)
     for name, value in environment(stand_in.url).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(remote_module, "FIRST_WAIT_SECONDS", 0.01)
     stand_in.bucket = "b" + str(abs(hash(request.node.name)))
     import s3fs
 
@@ -79,7 +78,7 @@ def test_there_and_back(store, tmp_path) -> None:
 
 
 def test_files_of_several_parts(store, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(remote_module, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr("megaspec.core.remote_files.PART_BYTES", 5 << 20)
     import torch
 
     from megaspec.checkpoint.shard import SavedPiece
