@@ -2,6 +2,7 @@
 save waits for a store. Torch-free."""
 
 import sys
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -57,14 +58,23 @@ class Copier:
             self._under_way = self._jobs.popleft()
             self._process.send(self._under_way)
 
-    def finish(self) -> None:
-        """Waits for all copies. WriteError: the newest could not be made."""
+    def finish(self, seconds: float = float("inf")) -> bool:
+        """Waits for all copies, for about so many seconds. -> whether they are made. WriteError: the newest could not
+        be."""
+        until = time.monotonic() + seconds
         while self._under_way is not None or self._jobs:
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
             if self._under_way is not None:
-                self._done(self._process.wait())
-            self.poll()
+                answer = self._process.wait_some(min(left, 60.0))
+                if answer is not None:
+                    self._done(answer)
+            if self._under_way is None:
+                self.poll()
         if self._failure is not None:
             raise self._failure
+        return True
 
     def close(self) -> None:
         """Gives up what is under way; the next start copies the newest."""

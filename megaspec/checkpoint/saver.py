@@ -32,6 +32,7 @@ from megaspec.checkpoint.writer_process import WriterProcess
 from megaspec.core.errors import MegaspecError, WriteError, printable
 
 SPARE_BYTES = 1 << 20
+MEET_SECONDS = 5.0
 RETRY_SECONDS = 1.0
 """Between a save that failed and the next try in the same place."""
 
@@ -45,6 +46,10 @@ class Saved:
     path: Path
     seconds: float
     stall_seconds: float
+
+
+def nothing_to_do() -> None:
+    """For who does nothing while a save is waited for."""
 
 
 class Saver(Protocol):
@@ -206,7 +211,10 @@ class _UnderWay:
 class AsyncSaver:
     """Training waits until the state is copied at most; a process beside each rank writes. See the notes above."""
 
-    def __init__(self, tries: Tries, comm: Comm, *, device: torch.device):
+    def __init__(
+        self, tries: Tries, comm: Comm, *, device: torch.device, on_wait: Callable[[], object] = nothing_to_do
+    ):
+        self._on_wait = on_wait
         self._tries = tries
         self._comm = comm
         self._device = device
@@ -380,7 +388,7 @@ class AsyncSaver:
             self._await_removal()
             self.writer.send(job)
         if save.answer is None:
-            save.answer = self.writer.wait() if wait else self.writer.poll()
+            save.answer = self.writer.wait_some(MEET_SECONDS) if wait else self.writer.poll()
 
     def word(self) -> int:
         """0: nothing to settle here. 1: this rank is done with its part. The number of ranks: it failed."""
@@ -405,6 +413,8 @@ class AsyncSaver:
         while self._save is not None:
             self._advance(wait=True)
             found += self._settle()
+            # ranks meet now and then, so that none waits for another longer than a collective may take
+            self._on_wait()
         self._await_removal()
         return found
 
@@ -477,12 +487,14 @@ class AsyncSaver:
             self._buffer = None
 
 
-def build_saver(spec: CheckpointSpec, store: Store, comm: Comm, *, device: torch.device) -> Saver:
-    """What a run saves with, into `store`."""
+def build_saver(
+    spec: CheckpointSpec, store: Store, comm: Comm, *, device: torch.device, on_wait: Callable[[], object]
+) -> Saver:
+    """What a run saves with, into `store`. `on_wait` is called every few seconds while training waits for a writer."""
     fallback = None
     if spec.fallback_dir is not None:
         fallback = Store(fallback_folder(spec.fallback_dir, store.folder.parent), lock=store.lock)
     tries = Tries(store, fallback, retries=spec.retries)
     if spec.saving == "async":
-        return AsyncSaver(tries, comm, device=device)
+        return AsyncSaver(tries, comm, device=device, on_wait=on_wait)
     return BlockingSaver(tries, comm)

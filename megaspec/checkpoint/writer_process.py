@@ -90,6 +90,10 @@ class WriterProcess:
             if answer is not None:
                 return answer
 
+    def wait_some(self, seconds: float) -> dict[str, Any] | None:
+        """The answer, if it comes within so many seconds."""
+        return self._receive(timeout=seconds)
+
     def abandon(self) -> None:
         """Ends the process, whatever it does."""
         if self._process is None:

@@ -18,7 +18,7 @@ from megaspec.checkpoint.fallback import adopt, refuse_unwritable
 from megaspec.checkpoint.folders import step_name
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.retention import kept_beside_newest
-from megaspec.checkpoint.saver import Saved, Saver, build_saver
+from megaspec.checkpoint.saver import MEET_SECONDS, Saved, Saver, build_saver
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import START_ANEW, Store
 from megaspec.core.errors import CheckpointError, NonFiniteError, Preempted, printable
@@ -234,7 +234,9 @@ class Run:
         self.scaler = build_scaler(self.built.spec.precision, device=self.built.device)
         spec = self.built.spec
         self.schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
-        self.saver = build_saver(spec.checkpoint, self.store, self.comm, device=self.built.device)
+        self.saver = build_saver(
+            spec.checkpoint, self.store, self.comm, device=self.built.device, on_wait=self._wait_for_writer
+        )
         if spec.checkpoint.copy_to is not None and self.comm.rank == 0:
             self.copier = Copier(spec.checkpoint.copy_to, self.run_dir)
 
@@ -389,7 +391,7 @@ class Run:
                     # evaluating, saving and a profiler's start are no part of the next step's time
                     clock.restart()
             self._finish_saving()
-            on_first(self.comm, self._finish_copying)
+            self._finish_copying()
         except NonFiniteError:
             # all ranks raise it together, so what is being saved, of a step before, can be saved to its end
             self._finish_saving()
@@ -572,14 +574,25 @@ class Run:
 
     def _finish_saving(self) -> None:
         """Waits until what is being saved is published, and what was deleted is gone."""
-        self.built.position.mark("waiting for a checkpoint to be written")
+        self._wait_for_writer()
         self._saved(self.saver.finish())
         self.saver.finish()
 
+    def _wait_for_writer(self) -> None:
+        """Says to the watchdog that what takes so long is no hang."""
+        self.built.position.mark("waiting for a checkpoint to be written")
+
     def _finish_copying(self) -> None:
-        """Rank 0: waits until the last checkpoint is copied. WriteError: it could not be."""
-        if self.copier is not None:
-            self.copier.finish()
+        """Waits until the last checkpoint is copied. WriteError, on all ranks: it could not be."""
+        if self.built.spec.checkpoint.copy_to is None:
+            return
+        # in short waits, so that none is longer than a collective may take
+        while not on_first(self.comm, self._are_copies_made):
+            self.built.position.mark("waiting for a checkpoint to be copied")
+
+    def _are_copies_made(self) -> bool:
+        assert self.copier is not None, "rank 0 without a copier"
+        return self.copier.finish(MEET_SECONDS)
 
     def _sample(self) -> None:
         """Writes a text at the end of a run, where the recipe asks for one and the data have a tokenizer."""

@@ -133,13 +133,13 @@ def test_one_buffer_serves_every_save(tmp_path, capfd) -> None:
 def test_a_save_that_waits_for_the_one_before_says_so(tmp_path, capfd, monkeypatch) -> None:
     how = AsyncSaver(tries_in(tmp_path), SOLO, device=CPU)
     save(how, 1)
-    wait = how.writer.wait
+    wait = how.writer.wait_some
 
-    def slow() -> dict:
+    def slow(seconds: float) -> dict | None:
         time.sleep(1.1)
-        return wait()
+        return wait(seconds)
 
-    monkeypatch.setattr(how.writer, "wait", slow)
+    monkeypatch.setattr(how.writer, "wait_some", slow)
     assert [saved.step for saved in save(how, 2)] == [1]
     monkeypatch.undo()
     assert "step 2 waited" in capfd.readouterr().err
