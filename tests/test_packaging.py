@@ -110,7 +110,7 @@ TRAINING, DEVELOPMENT = ROOT / "requirements.txt", ROOT / "requirements-dev.txt"
 WITHOUT_HASHES = {TRAINING: ROOT / "requirements-torch.txt", DEVELOPMENT: ROOT / "requirements-triton.txt"}
 """What depends on the index that pip reads, beside the file that everything else of its kind stands in."""
 TRAINING_EXTRAS = ("gpu", "hf", "tensorboard")
-DEVELOPMENT_EXTRAS = ("dev", "parquet", "sentencepiece", "sweep", "wandb")
+DEVELOPMENT_EXTRAS = ("dev", "parquet", "s3", "sentencepiece", "sweep", "wandb")
 SERVICE_EXTRAS = ("mlflow", "trackio")
 """Extras of services that are too heavy for every test run, or need other versions than ours: pinned by nobody."""
 GPU_EXTRAS = ("te", "fa", "cudnn", "dali")

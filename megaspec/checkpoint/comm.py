@@ -7,9 +7,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megaspec.checkpoint.files import UnreadableError
+from megaspec.checkpoint.failures import KINDS, UNTOLD, failure_of
 from megaspec.core import counted
-from megaspec.core.errors import CheckpointError, MegaspecError, RunLockedError, UsageError, WriteError
+from megaspec.core.errors import MegaspecError
 
 T = TypeVar("T")
 
@@ -99,15 +99,6 @@ def _value(data: torch.Tensor) -> Any:
 
 # Different failures that an error tells; ranks that failed alike are one.
 _MOST_REPORTS = 8
-# The first of these that any rank met is raised on all of them.
-_KINDS: dict[str, type[MegaspecError]] = {
-    "locked": RunLockedError,
-    "unreadable": UnreadableError,
-    "checkpoint": CheckpointError,
-    "write": WriteError,
-    "usage": UsageError,
-    "other": MegaspecError,
-}
 
 
 def together(comm: Comm, action: Callable[[], T]) -> list[T]:
@@ -115,30 +106,27 @@ def together(comm: Comm, action: Callable[[], T]) -> list[T]:
 
     A rank that fails in another way than with a MegaspecError still tells the others before its own error goes on.
     """
-    outcome: dict[str, Any] = {"kind": "other", "lines": ["failed; its own error says why"]}
+    outcome = UNTOLD
     try:
         outcome = {"value": action()}
     except MegaspecError as error:
-        outcome = {"kind": _kind_of(error), "lines": [str(problem) for problem in error.problems]}
+        outcome = failure_of(error)
     finally:
         # also while an error of another kind is on its way: the others would wait here for ever
         outcomes = comm.gather(outcome)
-    for kind, cls in _KINDS.items():
+    raise_failure(outcomes)
+    return [told["value"] for told in outcomes]
+
+
+def raise_failure(outcomes: list[dict[str, Any]]) -> None:
+    """Raises the gravest of the failures among all ranks' outcomes, if there is one."""
+    for kind, cls in KINDS.items():
         failed = {}
         for rank, told in enumerate(outcomes):
             if told.get("kind") == kind:
                 failed[rank] = tuple(told["lines"])
         if failed:
-            raise cls(_report(failed, comm.size))
-    return [told["value"] for told in outcomes]
-
-
-def _kind_of(error: MegaspecError) -> str:
-    """The key of the first class in _KINDS that an error is of: subclasses stand before what they derive from."""
-    for kind, cls in _KINDS.items():
-        if isinstance(error, cls):
-            return kind
-    raise AssertionError(f"{type(error).__name__} is no MegaspecError")
+            raise cls(_report(failed, len(outcomes)))
 
 
 def on_first(comm: Comm, action: Callable[[], T]) -> T:

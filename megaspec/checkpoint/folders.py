@@ -13,6 +13,7 @@ between any two of these leaves the old or the new checkpoint whole, under `step
 import contextlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,14 +93,14 @@ def remove_hidden(folder: Path, *kinds: str) -> None:
             remove_tree(folder / name)
 
 
-def delete(path: Path, step: int, generation: int) -> None:
+def delete(path: Path, step: int, generation: int, remove: Callable[[Path], object] = remove_tree) -> None:
     """Remove a checkpoint: renamed first, so that no half of it is ever found under its name. Raises OSError."""
     doomed = path.with_name(hidden_name("deleted", step, generation))
     if doomed.exists():
         remove_tree(doomed)
     rename_durably(path, doomed)
     failpoint("mid_delete")
-    remove_tree(doomed)
+    remove(doomed)
 
 
 def put_aside(candidate: CandidateFolder, reason: str) -> Path:

@@ -21,6 +21,7 @@ from torch import Tensor
 from megaspec.checkpoint.examine import chunk_length, open_stored, read_chunk, read_manifest_at, worker_threads
 from megaspec.checkpoint.files import open_folder
 from megaspec.checkpoint.format import DTYPE_BYTES, Manifest, StoredPiece, StoredTensor
+from megaspec.checkpoint.in_use import hold
 from megaspec.checkpoint.rectangles import Rectangle, intersection
 from megaspec.checkpoint.shard import TORCH_DTYPES, as_bytes
 from megaspec.core.errors import CheckpointError
@@ -69,12 +70,14 @@ class Reader:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self._folder_fd = open_folder(self.path)
+        self._held_fd: int | None = None
         self._files: OrderedDict[int, int] = OrderedDict()
         self._chunks: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._chunk_lock = threading.Lock()
         try:
+            self._held_fd = hold(self.path, self._folder_fd)
             self.manifest: Manifest = read_manifest_at(self.path, self._folder_fd)
         except CheckpointError:
             self.close()
@@ -110,6 +113,9 @@ class Reader:
             _, fd = self._files.popitem()
             os.close(fd)
         self._chunks.clear()
+        if self._held_fd is not None:
+            os.close(self._held_fd)
+            self._held_fd = None
         if self._folder_fd >= 0:
             os.close(self._folder_fd)
             self._folder_fd = -1

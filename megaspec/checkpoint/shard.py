@@ -1,23 +1,15 @@
-"""Writing one rank's safetensors file: streamed in chunks by several threads, each chunk hashed as it is written."""
+"""What one rank saves, as a safetensors file: its header, and where each tensor lies."""
 
 import json
-import os
-import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megaspec.checkpoint.examine import worker_threads
-from megaspec.checkpoint.files import pwrite_all
 from megaspec.checkpoint.format import LARGEST_NUMBER, MOST_DIMS, is_tensor_name
 from megaspec.checkpoint.rectangles import Rectangle
-from megaspec.core.faults import failpoint
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -125,66 +117,8 @@ def _key(piece: SavedPiece) -> str:
     return f"{piece.name}[{spans}]"
 
 
-def write_shard(path: Path, plan: ShardPlan, *, chunk_bytes: int) -> tuple[int, ...]:
-    """Write a new file and wait until it is on the disk. Returns the CRC-32 of every chunk. Raises OSError.
-
-    Tensors are taken to the CPU one after another, at most a few chunks ahead of the disk.
-    """
-    threads = worker_threads()
-    crcs: list[int] = []
-    running: deque[Future[int]] = deque()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            try:
-                for index, views in enumerate(_chunks(plan, chunk_bytes)):
-                    running.append(pool.submit(_write_chunk, fd, views, index * chunk_bytes))
-                    # waiting here bounds how many tensors are on the CPU at once
-                    if len(running) > 2 * threads:
-                        crcs.append(running.popleft().result())
-                while running:
-                    crcs.append(running.popleft().result())
-            finally:
-                pool.shutdown(cancel_futures=True)
-        failpoint("after_shard_write")
-        os.fsync(fd)
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-    finally:
-        os.close(fd)
-    return tuple(crcs)
-
-
-def _write_chunk(fd: int, views: list[memoryview], offset: int) -> int:
-    """Writes the bytes of a chunk. -> their CRC-32."""
-    failpoint("before_chunk_write")
-    data = views[0]
-    if len(views) > 1:
-        data = memoryview(b"".join(views))
-    pwrite_all(fd, data, offset)
-    return zlib.crc32(data)
-
-
-def _chunks(plan: ShardPlan, chunk_bytes: int) -> Iterator[list[memoryview]]:
-    """The file's bytes as chunks, each a list of views."""
-    chunk: list[memoryview] = []
-    room = chunk_bytes
-    for view in _views(plan):
-        while len(view):
-            taken = view[:room]
-            chunk.append(taken)
-            room -= len(taken)
-            view = view[len(taken) :]
-            if room == 0:
-                yield chunk
-                chunk = []
-                room = chunk_bytes
-    if chunk:
-        yield chunk
-
-
-def _views(plan: ShardPlan) -> Iterator[memoryview]:
+def views_of(plan: ShardPlan) -> Iterator[memoryview]:
+    """The file's bytes in their order. A tensor is taken to the CPU when its turn comes."""
     yield memoryview(plan.header)
     for piece, _ in plan.pieces:
         yield as_bytes(piece.value().detach().cpu().contiguous())

@@ -14,6 +14,23 @@ class CheckpointSpec(Frozen):
     """Steps between checkpoints; 0 writes only at the end."""
     keep: PositiveInt | Literal["all"] = 2
     """How many of the newest good checkpoints stay on disk. all: every one; the disk has to hold them."""
+    keep_every: NonNegativeCount = 0
+    """Beside the newest, those stay whose step is a multiple of this; 0: none."""
+    keep_best: NonNegativeCount = 0
+    """Beside the newest, so many with the lowest losses stay, of those after whose step the run was evaluated."""
+    best_by: str = Field("mean", min_length=1)
+    """Whose loss that is: an evaluation set's, by its name in data.valid, or mean, of all sets."""
+    saving: Literal["blocking", "async"] = "blocking"
+    """Whether training waits while a checkpoint is written. async: the state is copied into the CPU's memory, which
+    holds it once, and another process writes it from there; a save that is due before the last one is written waits."""
+    retries: NonNegativeCount = 1
+    """How often a save that failed is tried again before the run ends: in fallback_dir, or where it failed."""
+    fallback_dir: str | None = Field(None, min_length=1)
+    """Where a save goes that the run folder did not take, on another disk. The next start moves it into the run folder.
+    None: there is no other place."""
+    copy_to: str | None = Field(None, min_length=1)
+    """URL to which each published checkpoint is copied, beside training, and read back: `s3://bucket/run`, or another
+    scheme of fsspec's. What is deleted in the run folder is deleted there. None: there are no copies."""
     last: Literal["training", "weights"] = "training"
     """What the checkpoint of the last step holds. weights: them alone, without optimizer state, in a fraction of the
     bytes; all before it are whole, so that an interrupted run goes on, a finished one can't be trained further."""

@@ -4,45 +4,25 @@ The store knows names, rectangles and JSON; what they mean is the runtime's affa
 folders.py.
 """
 
-import contextlib
 import os
-import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence, Set
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from megaspec.checkpoint import folders
-from megaspec.checkpoint.codec import encode, encode_json, not_whole
+from megaspec.checkpoint.codec import encode_json
 from megaspec.checkpoint.comm import Comm, on_first, together
 from megaspec.checkpoint.examine import Inspect, examine, find_damage, no_objections, read_manifest
-from megaspec.checkpoint.files import (
-    UnreadableError,
-    free_bytes,
-    remove_tree,
-    rename_durably,
-    sync_folder,
-    write_durably,
-    write_failure,
-)
-from megaspec.checkpoint.format import (
-    CHUNK_BYTES,
-    LARGEST_CHUNK,
-    MANIFEST,
-    Manifest,
-    StoredFile,
-    StoredTensor,
-    file_name,
-)
+from megaspec.checkpoint.files import UnreadableError, remove_tree, rename_durably
+from megaspec.checkpoint.format import CHUNK_BYTES, MANIFEST
+from megaspec.checkpoint.in_use import held_for_reading, unless_held
 from megaspec.checkpoint.lock import RunLock
+from megaspec.checkpoint.publish import BegunSave, Publisher
 from megaspec.checkpoint.reader import Reader
-from megaspec.checkpoint.shard import DTYPE_NAMES, SavedPiece, plan_shard, write_shard
+from megaspec.checkpoint.shard import DTYPE_NAMES, SavedPiece, ShardPlan, plan_shard, views_of
 from megaspec.core.errors import CheckpointError, WriteError
-from megaspec.core.faults import failpoint
 
 T = TypeVar("T")
 
@@ -58,21 +38,9 @@ class Findings:
     objections: list[str] = field(default_factory=list)
 
 
-# Where a test may kill a process: each of these is passed to core.faults.failpoint by this package.
-FAULT_POINTS = (
-    "save_started",
-    "before_chunk_write",
-    "after_shard_write",
-    "after_shard_sync",
-    "before_manifest",
-    "after_manifest",
-    "before_set_aside",
-    "after_set_aside",
-    "after_publish",
-    "after_cleanup",
-    "mid_delete",
-    "mid_quarantine",
-)
+def none_beside(steps: list[int]) -> Set[int]:
+    """Only the newest stay."""
+    return frozenset()
 
 
 class Store:
@@ -84,13 +52,9 @@ class Store:
     """
 
     def __init__(self, run_dir: Path | str, *, lock: RunLock | None = None, chunk_bytes: int = CHUNK_BYTES):
-        assert 8 <= chunk_bytes <= LARGEST_CHUNK, f"chunk_bytes={chunk_bytes} must be 8 to {LARGEST_CHUNK}"
-        assert chunk_bytes % 8 == 0, f"chunk_bytes={chunk_bytes} must be a multiple of 8"
         self.folder = Path(run_dir) / folders.CHECKPOINTS
-        self._lock = lock
-        self._chunk_bytes = chunk_bytes
-        self._generation = 0
-        self._published: int | None = None
+        self.lock = lock
+        self.publisher = Publisher(self.folder, lock=lock, chunk_bytes=chunk_bytes)
         if lock:
             self._writing(lambda: folders.remove_hidden(self.folder, "saving", "deleted"))
 
@@ -109,18 +73,32 @@ class Store:
         leave out or repeat elements, TypeError or ValueError for what JSON has no form of (NaN).
         """
         needs = together(comm, lambda: plan_shard(pieces, metadata={}).bytes)
-        begun = on_first(comm, lambda: self._begin(step, sum(needs), spec, state))
-        saving = self.folder / begun["name"]
+        begun = BegunSave(**on_first(comm, lambda: asdict(self.begin(step, sum(needs), spec=spec, state=state))))
         try:
             # every rank's file is on the disk before rank 0 writes the manifest that names it
-            entries = together(comm, lambda: self._write_shard(saving, begun, pieces, comm.rank, needs[comm.rank]))
-            on_first(comm, lambda: self._publish(saving, step, begun["generation"], entries, spec, state))
+            entries = together(comm, lambda: self._write_shard(begun, pieces, comm.rank, needs[comm.rank]))
+            on_first(comm, lambda: self.publisher.publish(begun, entries, spec, state))
         finally:
-            if comm.rank == 0 and os.path.lexists(saving):
-                # What can't be removed now is removed when the run is opened again.
-                with contextlib.suppress(OSError):
-                    remove_tree(saving)
+            if comm.rank == 0:
+                self.publisher.give_up(begun)
         return self.folder / folders.step_name(step)
+
+    def begin(self, step: int, need: int, *, spec: dict[str, Any], state: dict[str, Any]) -> BegunSave:
+        """Rank 0: make the folder that the checkpoint of `step`, `need` bytes in all, is written into.
+
+        Raises as `save` does.
+        """
+        # what JSON has no form of is found before anything is written
+        encode_json([spec, state])
+        return self.publisher.begin(step, need)
+
+    def _write_shard(self, begun: BegunSave, pieces: Sequence[SavedPiece], rank: int, need: int) -> dict[str, Any]:
+        """Write this rank's file; returns what the manifest has to say of it. A rank without elements writes none."""
+        plan = plan_shard(pieces, metadata=begun.metadata(rank))
+        crcs: tuple[int, ...] = ()
+        if plan.pieces:
+            crcs = self.publisher.write(begun, rank, views_of(plan), need=need)
+        return shard_entry(plan, pieces, crcs)
 
     def newest_good(
         self, comm: Comm, *, repair: bool = True, inspect: Inspect = no_objections, way_out: str = START_ANEW
@@ -179,15 +157,25 @@ class Store:
             raise CheckpointError(problems)
         return open_together(path, comm)
 
-    def prune(self, keep: int, *, inspect: Inspect = no_objections) -> list[int]:
+    def prune(
+        self,
+        keep: int,
+        *,
+        inspect: Inspect = no_objections,
+        beside: Callable[[list[int]], Set[int]] = none_beside,
+        remove: Callable[[Path], object] = remove_tree,
+    ) -> list[int]:
         """Remove all but the newest `keep` checkpoints; for rank 0, after a save. Returns the steps that were removed.
+
+        `beside`: of the steps that there are, those that stay as well. What somebody reads (in_use.py) stays until a
+        later call. `remove` removes a folder that has lost its name already, now or later.
 
         Counts only those whose manifest and sizes are right and that `inspect` has nothing against; the others, and
         what this store published last, stay. Raises WriteError.
         """
         assert keep >= 1, f"keep={keep} must be at least 1"
-        if self._lock:
-            self._lock.check()
+        if self.lock:
+            self.lock.check()
         # newest first
         whole = []
         for candidate in folders.candidates(self.folder):
@@ -195,11 +183,14 @@ class Store:
             if candidate.replaced_by is None and manifest and not problems:
                 whole.append((candidate, manifest.generation))
         removed = []
+        stay = beside([candidate.step for candidate, _ in whole])
         for candidate, generation in whole[keep:]:
-            if candidate.step == self._published:
+            if candidate.step == self.publisher.published or candidate.step in stay:
                 continue
-            self._writing(partial(folders.delete, candidate.path, candidate.step, generation))
-            removed.append(candidate.step)
+            with unless_held(candidate.path) as is_free:
+                if is_free:
+                    self._writing(partial(folders.delete, candidate.path, candidate.step, generation, remove))
+                    removed.append(candidate.step)
         return removed
 
     def _candidate(self, name: str) -> folders.CandidateFolder:
@@ -219,11 +210,12 @@ class Store:
 
         def look_at_share() -> dict[str, list[str]]:
             try:
-                manifest = read_manifest(path, candidate.step)
-                objections = [f"{path / MANIFEST}: {line}" for line in inspect(manifest)]
-                if objections:
-                    return {"damage": [], "objections": objections}
-                damage = find_damage(path, manifest, part=comm.rank, parts=comm.size)
+                with held_for_reading(path):
+                    manifest = read_manifest(path, candidate.step)
+                    objections = [f"{path / MANIFEST}: {line}" for line in inspect(manifest)]
+                    if objections:
+                        return {"damage": [], "objections": objections}
+                    damage = find_damage(path, manifest, part=comm.rank, parts=comm.size)
             except UnreadableError:
                 raise
             except CheckpointError as error:
@@ -276,139 +268,9 @@ class Store:
 
         return on_first(comm, put_aside)
 
-    def _begin(self, step: int, need: int, spec: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0: make the folder to write into. Refuses (WriteError) what the disk has no room for."""
-        assert step >= 0, f"step={step} must not be negative"
-        encode_json([spec, state])
-
-        def begin() -> dict[str, Any]:
-            if not self.folder.is_dir():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                sync_folder(self.folder.parent)
-            free = free_bytes(self.folder)
-            if need > free:
-                raise WriteError(
-                    f"cannot write {self.folder / folders.step_name(step)}: need {need:,} bytes, {free:,} bytes "
-                    "are free; make room there, lower checkpoint.keep or set another run_dir"
-                )
-            folders.remove_hidden(self.folder, "saving", "deleted")
-            self._generation = self._next_generation()
-            name = folders.hidden_name("saving", step, self._generation)
-            (self.folder / name).mkdir()
-            return {"name": name, "generation": self._generation, "id": secrets.token_hex(16), "step": step}
-
-        return self._writing(begin, need=need)
-
-    def _next_generation(self) -> int:
-        known = max(self._generation, folders.highest_generation(self.folder))
-        # the manifests of earlier jobs are read once, by the first save of this one
-        if self._generation == 0:
-            for candidate in folders.candidates(self.folder):
-                manifest, _ = examine(candidate.path, candidate.step, deep=False)
-                if manifest is not None:
-                    known = max(known, manifest.generation)
-        return known + 1
-
-    def _write_shard(
-        self, saving: Path, begun: dict[str, Any], pieces: Sequence[SavedPiece], rank: int, need: int
-    ) -> dict[str, Any]:
-        """Write this rank's file; returns what the manifest has to say of it. A rank without elements writes none."""
-        # The id makes files of different saves differ even when their tensors are equal.
-        metadata = {key: str(begun[key]) for key in ("generation", "id", "step")}
-        metadata["rank"] = str(rank)
-        plan = plan_shard(pieces, metadata=metadata)
-        path = saving / file_name(rank)
-        crcs: tuple[int, ...] = ()
-
-        def write() -> tuple[int, ...]:
-            failpoint("save_started")
-            found = write_shard(path, plan, chunk_bytes=self._chunk_bytes)
-            failpoint("after_shard_sync")
-            return found
-
-        try:
-            if plan.pieces:
-                crcs = self._writing(write, need=need)
-        finally:
-            # A job that lost the lock meanwhile finds its folder gone: say the cause, not the consequence.
-            if self._lock:
-                self._lock.check()
-        # by identity: pieces hold tensors, which don't compare; a piece without elements has no offset
-        offsets = {id(piece): offset for piece, offset in plan.pieces}
-        entries = []
-        for piece in pieces:
-            dtype = DTYPE_NAMES[piece.tensor.dtype]
-            shape = list(piece.tensor.shape)
-            entries.append([piece.name, dtype, piece.global_shape, offsets.get(id(piece)), piece.start, shape])
-        return {"bytes": plan.bytes, "crc32": crcs, "pieces": entries}
-
-    def _publish(
-        self,
-        saving: Path,
-        step: int,
-        generation: int,
-        entries: list[dict[str, Any]],
-        spec: dict[str, Any],
-        state: dict[str, Any],
-    ) -> None:
-        """Rank 0: write the manifest and give the folder its name."""
-        files, tensors = _collect(entries)
-        manifest = Manifest(
-            step=step,
-            generation=generation,
-            token=self._lock.token if self._lock else 0,
-            chunk_bytes=self._chunk_bytes,
-            files=files,
-            tensors=tensors,
-            spec=spec,
-            state=state,
-        )
-        data = encode(manifest)
-        target = self.folder / folders.step_name(step)
-
-        def publish() -> None:
-            failpoint("before_manifest")
-            # A name is on the disk once its folder is: the manifest's before the folder gets the name under which it
-            # counts as a checkpoint.
-            write_durably(saving / MANIFEST, data)
-            sync_folder(saving)
-            failpoint("after_manifest")
-            # As late as can be: whoever took the lock over may have begun to save the same step.
-            if self._lock:
-                self._lock.check()
-            self._exchange(saving, target, self.folder / folders.hidden_name("replaced", step, generation))
-            self._published = step
-            # What can't be removed now is removed after a later save.
-            with contextlib.suppress(OSError):
-                folders.remove_hidden(self.folder, "replaced")
-            failpoint("after_cleanup")
-
-        self._writing(publish, need=len(data))
-
-    def _exchange(self, saving: Path, target: Path, replaced: Path) -> None:
-        """Put `saving` in the place of `target`, which keeps its bytes under `replaced` until then. Raises OSError."""
-        try:
-            # rename(2) replaces no folder that holds files. Between these two the step stands under `replaced`, where
-            # newest_good finds it (see folders.py).
-            if os.path.lexists(target):
-                failpoint("before_set_aside")
-                rename_durably(target, replaced)
-                failpoint("after_set_aside")
-            rename_durably(saving, target)
-        except OSError:
-            if os.path.lexists(replaced) and not os.path.lexists(target):
-                rename_durably(replaced, target)
-            raise
-        failpoint("after_publish")
-
-    def _writing(self, action: Callable[[], T], *, need: int | None = None) -> T:
+    def _writing(self, action: Callable[[], T]) -> T:
         """Change something on the disk: only while the lock is ours, and a failure is a WriteError."""
-        try:
-            if self._lock:
-                self._lock.check()
-            return action()
-        except OSError as error:
-            raise write_failure(self.folder, error, need=need) from None
+        return self.publisher.writing(action)
 
 
 def _listed(found: dict[str, str], moved: dict[str, str]) -> list[str]:
@@ -434,27 +296,13 @@ def open_together(path: Path, comm: Comm) -> Reader:
     return opened[0]
 
 
-def _collect(entries: list[dict[str, Any]]) -> tuple[tuple[StoredFile, ...], dict[str, StoredTensor]]:
-    """The files and tensors of all ranks' entries. The pieces of a tensor must agree and hold each element once."""
-    files: list[StoredFile] = []
-    # dtype and global shape of each tensor, and a row of its table for each stored piece: file, offset, start, shape
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    rows: dict[str, list[list[int]]] = {}
-    for rank, entry in enumerate(entries):
-        if entry["crc32"]:
-            files.append(StoredFile(file_name(rank), entry["bytes"], np.array(entry["crc32"], dtype=np.uint32)))
-        for name, dtype, shape, offset, start, extent in entry["pieces"]:
-            kind = (dtype, tuple(shape))
-            assert kinds.setdefault(name, kind) == kind, f"{name}: rank {rank} says {kind}, another says {kinds[name]}"
-            tensor_rows = rows.setdefault(name, [])
-            if offset is not None:
-                tensor_rows.append([len(files) - 1, offset, *start, *extent])
-    tensors = {}
-    for name, (dtype, shape) in kinds.items():
-        table = np.array(rows[name], dtype=np.int64).reshape(len(rows[name]), 2 + 2 * len(shape))
-        tensors[name] = StoredTensor(dtype, shape, table)
-    for name in not_whole(tensors)[:1]:
-        held = int(tensors[name].shapes.prod(axis=1).sum())
-        whole = prod(tensors[name].shape)
-        raise AssertionError(f"{name}: saved pieces hold {held} elements of {whole}; each must be held once")
-    return tuple(files), tensors
+def shard_entry(plan: ShardPlan, pieces: Sequence[SavedPiece], crcs: Sequence[int]) -> dict[str, Any]:
+    """What the manifest has to say of a rank's file, as JSON."""
+    # by identity: pieces hold tensors, which don't compare; a piece without elements has no offset
+    offsets = {id(piece): offset for piece, offset in plan.pieces}
+    entries = []
+    for piece in pieces:
+        dtype = DTYPE_NAMES[piece.tensor.dtype]
+        shape = list(piece.tensor.shape)
+        entries.append([piece.name, dtype, piece.global_shape, offsets.get(id(piece)), piece.start, shape])
+    return {"bytes": plan.bytes, "crc32": list(crcs), "pieces": entries}

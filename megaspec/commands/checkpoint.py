@@ -7,6 +7,7 @@ from typing import Any
 from megaspec.commands import (
     checkpoint_average,
     checkpoint_diff,
+    checkpoint_fetch,
     checkpoint_inspect,
     checkpoint_list,
     checkpoint_save,
@@ -20,12 +21,13 @@ COMMANDS: dict[str, ModuleType] = {
     "diff": checkpoint_diff,
     "save": checkpoint_save,
     "average": checkpoint_average,
+    "fetch": checkpoint_fetch,
 }
 
 
 def add_parser(commands: Any) -> None:
     """Register `checkpoint` with its sub-commands."""
-    text = "list, verify, inspect, compare or average checkpoints, or save weights alone"
+    text = "list, verify, inspect, compare or average checkpoints, save weights alone, or fetch a copy"
     checkpoint = commands.add_parser("checkpoint", help=text)
     below = checkpoint.add_subparsers(dest="checkpoint_command", required=True, metavar=" | ".join(COMMANDS))
     for module in COMMANDS.values():

@@ -136,6 +136,7 @@ COMMANDS: dict[str, Completed] = {
             "--workers",
         )
     ),
+    "data fetch": Completed(("--out",)),
     "data inspect": Completed(("--json", "--samples", "--tokenizer", "--vocab-size")),
     "hf": Completed(),
     "hf import": Completed(("--out", "--revision")),
@@ -149,6 +150,7 @@ COMMANDS: dict[str, Completed] = {
     "checkpoint inspect": Completed(("--json", "--statistics", "--step"), folder=RUN),
     "checkpoint diff": Completed(("--all", "--json", "--step"), "folders", folder=RUN),
     "checkpoint save": Completed(("--dtype", "--out", "--step"), folder=RUN),
+    "checkpoint fetch": Completed(("--out", "--step")),
     "checkpoint average": Completed(("--dtype", "--last", "--out", "--steps", "--weights"), "folders", folder=RUN),
 }
 # Flags that stand alone; what follows any other is its value, which the shell completes as a file.

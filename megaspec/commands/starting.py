@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from megaspec.checkpoint.fallback import adopt
 from megaspec.checkpoint.lock import RunLock
 from megaspec.compose.compose import Composed
 from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeError, printable
@@ -36,6 +37,7 @@ from megaspec.run_folder import (
     keep_companions,
     make_folder,
     newest_step,
+    own_checkpoint,
     read_run,
     refuse_last_of_weights,
     refuse_links,
@@ -195,6 +197,9 @@ def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target
         stack.callback(lock.release)
         old = read_run(folder).spec
         refuse_weights_alone(folder, old)
+        # what was saved elsewhere counts: the order of data goes on after the newest step
+        for line in adopt(folder, old.checkpoint.fallback_dir, own_checkpoint(old)).lines:
+            print(printable(f"megaspec: {line}"), file=sys.stderr)
         refuse_lost_fork(folder, old)
         done = newest_step(folder)
         refuse_last_of_weights(folder, old, recipe.train.steps)

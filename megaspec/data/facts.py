@@ -272,6 +272,10 @@ class _CountedLengths:
 
 def prepare_command(spec: IndexedSpec, number: int) -> str:
     """The command that makes a data set of the blend. INPUT and NAME stand for what nothing says."""
+    prefix = spec.blend[number].prefix
+    if "://" in prefix:
+        here = f"data/{prefix.rstrip('/').rpartition('/')[2]}"
+        return f"megaspec data fetch {shlex.join([prefix, '--out', here])}"
     given = "INPUT"
     tokenizer = None
     if spec.prepare is not None:

@@ -87,7 +87,7 @@ class ConsoleSink:
             case EvalDone():
                 self._evaluated(event)
             case CheckpointSaved():
-                self._line(printable(f"step {event.step}  saved {event.path}, {event.seconds:.1f} s"))
+                self._line(printable(f"step {event.step}  saved {event.path}, {_saving_seconds(event)}"))
             case Sampled():
                 text = printable(event.prompt + event.text, keep="\n\t")
                 self._line(f"step {event.step}  sample:\n{text}")
@@ -254,3 +254,11 @@ def perplexity(loss: float) -> str:
     if loss >= 20:
         return "perplexity over 10^8"
     return f"perplexity {math.exp(loss):.2f}"
+
+
+def _saving_seconds(event: CheckpointSaved) -> str:
+    """`7.1 s`; `7.1 s, of which training stood still for 0.4 s` where it went on meanwhile."""
+    text = f"{event.seconds:.1f} s"
+    if event.stall_seconds is not None and event.stall_seconds < event.seconds:
+        text += f", of which training stood still for {event.stall_seconds:.1f} s"
+    return text

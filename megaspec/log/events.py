@@ -323,6 +323,9 @@ class CheckpointSaved:
     step: int
     path: str
     seconds: float
+    """From its beginning until it was published."""
+    stall_seconds: float | None = None
+    """Of these, how long rank 0's training stood still for it. None: not measured."""
 
 
 @dataclass(frozen=True)

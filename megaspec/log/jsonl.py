@@ -104,12 +104,42 @@ def is_evaluated(path: Path, step: int) -> bool:
     return False
 
 
-def _is_evaluation_of(line: bytes, step: int) -> bool:
+def losses_by_step(path: Path, set_name: str) -> dict[int, float]:
+    """The loss of an evaluation set, or with `mean` that of all, after each step of which a metrics.jsonl tells an
+    evaluation. Steps without that set are left out, and lines that can't be read."""
+    losses: dict[int, float] = {}
+    try:
+        fd = open_inside(path.parent, path.name)
+    except OSError:
+        return losses
+    with open(fd, "rb") as file:
+        while line := file.readline(MAX_LINE):
+            found = _evaluation(line) if EVALUATION in line else None
+            if found is None:
+                continue
+            sets = found.get("sets")
+            loss = found.get("loss")
+            if set_name != "mean":
+                loss = sets.get(set_name) if isinstance(sets, dict) else None
+            if isinstance(found.get("step"), int) and isinstance(loss, int | float):
+                losses[found["step"]] = float(loss)
+    return losses
+
+
+def _evaluation(line: bytes) -> dict[str, Any] | None:
+    """The event of a line; None where it is no evaluation."""
     try:
         found = parse_json(line)
     except ValueError:
-        return False
-    return isinstance(found, dict) and found.get("event") == NAMES[EvalDone] and found.get("step") == step
+        return None
+    if not isinstance(found, dict) or found.get("event") != NAMES[EvalDone]:
+        return None
+    return found
+
+
+def _is_evaluation_of(line: bytes, step: int) -> bool:
+    found = _evaluation(line)
+    return found is not None and found.get("step") == step
 
 
 def _open(path: Path) -> int:

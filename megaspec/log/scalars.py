@@ -27,7 +27,10 @@ def scalars(event: Event) -> dict[str, float]:
         case EvalDone():
             return _of_evaluation(event)
         case CheckpointSaved():
-            return {"checkpoint/seconds": event.seconds}
+            found = {"checkpoint/seconds": event.seconds}
+            if event.stall_seconds is not None:
+                found["checkpoint/stall_seconds"] = event.stall_seconds
+            return found
         case _:
             return {}
 

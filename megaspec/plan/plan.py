@@ -21,14 +21,14 @@ from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.optim.schedule import outline, weight_decay
 from megaspec.parallelism.stages import EVENLY, Chunk, layer_ranges, stages_of
-from megaspec.plan.checkpoint_size import checkpoint_size
 from megaspec.plan.hints import Hint, hints
 from megaspec.plan.promise import promise
 from megaspec.rules.initial_weights import initial_weights, weight_shapes
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.balance import divided_by_time
 from megaspec.search.changes import Change, best_change
-from megaspec.search.fits import need_here
+from megaspec.search.checkpoint_size import checkpoint_size
+from megaspec.search.fits import copied_for_saving, need_here
 from megaspec.search.remedies import Remedy, remedies, remedies_on_cpu
 from megaspec.spec import Decision, ForkPoint, Spec
 from megaspec.train.trainable import trained_names
@@ -337,19 +337,19 @@ def make_plan(
         step_time=speed,
         change=change,
         hints=costs,
-        checkpoint=_checkpoint(spec),
+        checkpoint=_checkpoint(spec, target),
         resume=promise(spec),
         unbuilt=tuple(problem.key for problem in unbuilt_problems(spec)),
         decisions=spec.decisions,
     )
 
 
-def _checkpoint(spec: Spec) -> dict[str, int]:
+def _checkpoint(spec: Spec, target: Target) -> dict[str, int]:
     size = checkpoint_size(spec)
     last = size.total
     if spec.checkpoint.last == "weights":
         last = size.weights
-    return {"bytes": size.total, "last_bytes": last}
+    return {"bytes": size.total, "last_bytes": last, "copied_bytes": copied_for_saving(spec, target)}
 
 
 def _parameters(spec: Spec, stages: Sequence[StageShare]) -> dict[str, Any]:

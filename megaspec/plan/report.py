@@ -73,8 +73,8 @@ def print_plan(spec: Spec, target: Target, console: Console, *, data: str = "") 
     _print_lines(_memory_in_short(plan), console)
     _print_lines(_speed_in_short(plan), console)
     _print_lines(_decided_in_short(plan), console)
-    if spec.checkpoint.last == "weights":
-        # what can't be made up for later
+    if spec.checkpoint.last == "weights" or spec.checkpoint.saving == "async":
+        # what can't be made up for later, and what takes memory
         _print_lines(_checkpoint(plan), console)
     _print_hints(plan, console)
 
@@ -205,6 +205,9 @@ def _checkpoint(plan: Plan) -> Lines:
     if size["last_bytes"] != size["bytes"]:
         text += f"; the last {bytes_in_words(size['last_bytes'])}, weights alone (checkpoint.last=weights): the"
         text += " finished run can't be trained further"
+    if size["copied_bytes"]:
+        text += f"; {bytes_in_words(size['copied_bytes'])} of a machine's memory hold it while it is written"
+        text += " (checkpoint.saving=async)"
     yield "checkpoint", text
 
 

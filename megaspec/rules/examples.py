@@ -709,6 +709,35 @@ _NUMBERS = {
         "train.checks.replicas_every",
     ),
 }
+_EVALUATED = ("checkpoint.every=100", "train.eval_every=50")
+_CHECKPOINT = {
+    "keep-all": Example(
+        ("checkpoint.every=100", "checkpoint.keep=all", "checkpoint.keep_every=200"),
+        ("checkpoint.keep_every=0",),
+        "checkpoint.keep_every",
+    ),
+    "keep-every": Example(
+        ("checkpoint.every=100", "checkpoint.keep_every=250"), ("checkpoint.keep_every=200",), "checkpoint.keep_every"
+    ),
+    "keep-best": Example(
+        ("checkpoint.every=100", "train.eval_every=30", "checkpoint.keep_best=2"),
+        ("train.eval_every=100",),
+        "checkpoint.keep_best",
+    ),
+    "keep-best-by": Example(
+        (*_EVALUATED, "checkpoint.keep_best=2", "checkpoint.best_by=web"),
+        ("checkpoint.best_by=mean",),
+        "checkpoint.best_by",
+    ),
+    "copy-url": Example(
+        ("checkpoint.copy_to='s3://me:secret@bucket/run'",),
+        ("checkpoint.copy_to='s3://bucket/run'",),
+        "checkpoint.copy_to",
+    ),
+    "fallback-retries": Example(
+        ("checkpoint.fallback_dir=/scratch", "checkpoint.retries=0"), ("checkpoint.retries=1",), "checkpoint.retries"
+    ),
+}
 EXAMPLES: dict[str, Example] = {
     **_NUMBERS,
     **_MESH,
@@ -722,4 +751,5 @@ EXAMPLES: dict[str, Example] = {
     **_OPTIM,
     **_INIT,
     **_PROFILE,
+    **_CHECKPOINT,
 }

@@ -8,6 +8,7 @@ from megaspec.core.errors import Problem
 from megaspec.core.problems import origin_of
 from megaspec.rules import (
     batch_rules,
+    checkpoint_rules,
     context_rules,
     init_rules,
     log_rules,
@@ -207,6 +208,12 @@ RULES: dict[str, Rule] = {
     "profile-many": profile_rules.profiled_steps_are_few,
     "profile-ranks": profile_rules.profiled_ranks_are_ranks,
     "profile-off": profile_rules.profile_settings_need_steps,
+    "keep-all": checkpoint_rules.keeping_all_leaves_nothing_to_choose,
+    "keep-every": checkpoint_rules.steps_that_are_kept_are_saved,
+    "keep-best": checkpoint_rules.best_checkpoints_are_evaluated,
+    "keep-best-by": checkpoint_rules.best_is_by_a_set_that_is_there,
+    "copy-url": checkpoint_rules.no_secret_in_a_url,
+    "fallback-retries": checkpoint_rules.another_place_is_tried,
 }
 
 

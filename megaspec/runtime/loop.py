@@ -2,8 +2,9 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -13,12 +14,18 @@ import numpy as np
 import psutil
 import torch
 
-from megaspec.checkpoint.comm import Comm
+from megaspec.checkpoint.comm import Comm, on_first
+from megaspec.checkpoint.copier import Copier
+from megaspec.checkpoint.fallback import adopt, refuse_unwritable
+from megaspec.checkpoint.folders import step_name
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader
+from megaspec.checkpoint.retention import kept_beside_newest
+from megaspec.checkpoint.saver import MEET_SECONDS, Saved, Saver, build_saver
+from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import START_ANEW, Store
 from megaspec.core import counted
-from megaspec.core.errors import CheckpointError, Preempted, printable
+from megaspec.core.errors import CheckpointError, NonFiniteError, Preempted, printable
 from megaspec.core.faults import failpoint
 from megaspec.data.loader import Loader, StepBatch, open_source
 from megaspec.data.source import ResumableSource, Source
@@ -36,7 +43,7 @@ from megaspec.log.events import (
     StepDone,
     UpdateSkipped,
 )
-from megaspec.log.jsonl import is_evaluated
+from megaspec.log.jsonl import is_evaluated, losses_by_step
 from megaspec.log.prediction import Prediction
 from megaspec.log.sinks import METRICS
 from megaspec.log.speed import speed_of
@@ -74,6 +81,8 @@ from megaspec.train.batch_schedule import BatchSchedule
 from megaspec.train.guard import Guard
 
 Mark = float | torch.cuda.Event
+MOST_KEPT_BYTES = 64 << 20
+"""Of the GPU's memory, what tensors that are made for a save may take until they are copied."""
 
 
 class StepClock:
@@ -154,8 +163,9 @@ class PhaseMarks:
 
 
 def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
-    """float64 [11 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, stop, broken losses, the three of
-    `Found`, elements that saturated (-1: none can), and those of `routers`.
+    """float64 [12 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, ranks that ask to stop, what ranks
+    say of a save under way, broken losses, the three of `Found`, elements that saturated (-1: none can), and those of
+    `routers`.
 
     From a GPU they are there once it has passed a mark that is set after this call. The copy is queued here, behind its
     own step: asked for later, it would queue, and its reader wait, behind the steps that were begun meanwhile.
@@ -167,7 +177,7 @@ def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
         result.tokens,
         result.skipped,
         result.loss_scale,
-        result.stop,
+        *result.of_ranks,
         result.broken_losses,
         found.changed,
         found.recomputed,
@@ -231,6 +241,20 @@ class PendingStep:
     mark: Mark
 
 
+@dataclass(frozen=True)
+class Told:
+    """What the ranks said in a step: how many ask to stop, and the sum of their words of a save under way."""
+
+    stop: int
+    saving: int
+
+
+def changes_in_updates_alone(piece: SavedPiece) -> bool:
+    """Whether nothing but the optimizer's update, and what follows it, changes what a piece is of: neither a forward
+    pass, as it does the largest elements of fp8, nor a backward pass."""
+    return piece.name.startswith(("model/", "optim/"))
+
+
 @dataclass
 class Run:
     """One rank's run. `emit` takes events; rank 0 sets it."""
@@ -256,6 +280,11 @@ class Run:
     scaler: LossScaler = field(init=False)
     guard: Guard = field(init=False)
     checks: Checks | None = field(init=False, default=None)
+    saver: Saver = field(init=False)
+    copier: Copier | None = field(init=False, default=None)
+    """Rank 0, where checkpoints are copied."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """Rank 0: by step, of the evaluations that say which checkpoints are best."""
     schedule: BatchSchedule = field(init=False)
 
     def __post_init__(self) -> None:
@@ -265,6 +294,11 @@ class Run:
         spec = self.built.spec
         self.guard = Guard(spec.train.numbers, spec.train.skip_steps)
         self.schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
+        self.saver = build_saver(
+            spec.checkpoint, self.store, self.comm, device=self.built.device, on_wait=self._wait_for_writer
+        )
+        if spec.checkpoint.copy_to is not None and self.comm.rank == 0:
+            self.copier = Copier(spec.checkpoint.copy_to, self.run_dir)
 
     def start(self) -> None:
         """Goes on from the newest good checkpoint, or starts with the weights that `init` names, or from the seed.
@@ -274,6 +308,9 @@ class Run:
         spec = self.built.spec
         is_fork = began_as_fork(spec)
         way_out = fork_again(spec) if is_fork else START_ANEW
+        for line in on_first(self.comm, self._fetch_from_elsewhere):
+            if self.comm.rank == 0:
+                print(printable(f"megaspec: {line}"), file=sys.stderr, flush=True)
         reader = self.store.newest_good(self.comm, inspect=self._objections, way_out=way_out)
         if reader is None and is_fork:
             raise CheckpointError(f"{self.store.folder}: no checkpoint is left; {way_out}")
@@ -309,6 +346,16 @@ class Run:
             return {}
         return reader.state.get(NUMBERS, {})
 
+    def _fetch_from_elsewhere(self) -> list[str]:
+        """Rank 0: moves home what an earlier start saved in another place. -> what there is to tell of it."""
+        spec = self.built.spec
+        fallback_dir = spec.checkpoint.fallback_dir
+        if fallback_dir is not None:
+            refuse_unwritable(fallback_dir, self.run_dir)
+        if self.copier is not None:
+            self.copier.check()
+        return list(adopt(self.run_dir, fallback_dir, partial(objections, run=spec)).lines)
+
     def _tell_new_start(self) -> None:
         """Says on stderr that a run which was under way before, or may have been, starts with weights from the seed."""
         text = f"megaspec: {self.run_dir} has no checkpoint: starting from step 0"
@@ -334,18 +381,30 @@ class Run:
 
     def train(self) -> None:
         """Trains to the last step. Raises Preempted once a stop was asked for and the run is saved."""
-        while True:
-            try:
-                self._train_on()
-                break
-            except RollBack as back:
-                self._roll_back(back)
+        try:
+            self._begin_saving()
+            while True:
+                try:
+                    self._train_on()
+                    break
+                except RollBack as back:
+                    self._roll_back(back)
+        except NonFiniteError:
+            # all ranks raise it together, so what is being saved, of a step before, can be saved to its end
+            self._finish_saving()
+            raise
+        finally:
+            self.saver.close()
+            if self.copier is not None:
+                self.copier.close()
         self._sample()
 
     def _train_on(self) -> None:
         """Trains to the last step, or raises RollBack where the run has to go on from an earlier one."""
         spec = self.built.spec
         self.checks = build_checks(self.built, self.comm, step=self.step)
+        if self.comm.rank == 0 and spec.checkpoint.keep_best:
+            self.losses = losses_by_step(self.run_dir / METRICS, spec.checkpoint.best_by)
         if self._owes_evaluation():
             self._evaluate()
         source = open_training_source(spec)
@@ -379,6 +438,7 @@ class Run:
                 clock.restart()
             for read in read_batches(loader):
                 stop = False
+                saving = 0
                 if self.guard.leaves_out(self.step + 1):
                     stop = self._report_all(pending, clock)
                     self._leave_out(read.batch)
@@ -396,12 +456,19 @@ class Run:
                 # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
                 lag = 1 if self.built.device.type == "cuda" and not at_rest else 0
                 while len(pending) > lag:
-                    stop = self._report(pending.pop(0), clock) or stop
+                    told = self._report(pending.pop(0), clock)
+                    stop = told.stop > 0 or stop
+                    saving = max(saving, told.saving)
+                if self.copier is not None:
+                    self.copier.poll()
+                if saving >= self.comm.size:
+                    self._saved(self.saver.settle())
                 if stop:
                     # what is saved has been looked at: a step that is not finite raises here
                     self._report_all(pending, clock)
                     # an evaluation that is due is made up for by the resumed run: it may take longer than the grace
                     self._save()
+                    self._finish_saving()
                     raise Preempted(f"stopped after step {self.step} and saved; {self._goes_on()}")
                 if profiler.ends_behind(self.step):
                     for event in profiler.end():
@@ -416,6 +483,8 @@ class Run:
                 if at_rest:
                     # evaluating, saving and a profiler's start are no part of the next step's time
                     clock.restart()
+            self._finish_saving()
+            self._finish_copying()
         finally:
             profiler.close()
             # the source first: the loader's thread may be waiting for it
@@ -436,12 +505,14 @@ class Run:
         """Reports what was not yet. -> whether some rank asked to stop."""
         stop = False
         while pending:
-            stop = self._report(pending.pop(0), clock) or stop
+            stop = self._report(pending.pop(0), clock).stop > 0 or stop
         return stop
 
     def _roll_back(self, back: RollBack) -> None:
         """Goes back before the window of `back`, and saves there that it is left out."""
         window = back.verdict.window
+        # what is being saved is of a step before: it may be what the run goes back to
+        self._finish_saving()
         if self.built.device.type == "cuda":
             # steps that were begun behind the bad one still write
             torch.cuda.synchronize(self.built.device)
@@ -483,6 +554,8 @@ class Run:
             stop=stop_requested(),
             limits=self.guard.limits(self.step + 1),
             checks=self.checks,
+            saving=self.saver.word(),
+            before_update=self.saver.before_update,
             on_phase=on_phase,
         )
 
@@ -499,13 +572,13 @@ class Run:
         spec = self.built.spec
         return self._evaluation_due() or self._due(spec.checkpoint.every) or self.step == spec.train.steps
 
-    def _report(self, pending: PendingStep, clock: StepClock) -> bool:
-        """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
+    def _report(self, pending: PendingStep, clock: StepClock) -> Told:
+        """Reads a step's numbers, checks and emits them."""
         spec = self.built.spec
         step = pending.step
         # this waits for the device, so the numbers are read after it
         seconds = clock.lap(pending.mark)
-        loss, norm, tokens, skipped, loss_scale, stop, broken_losses, *others = pending.numbers.tolist()
+        loss, norm, tokens, skipped, loss_scale, stop, saving, broken_losses, *others = pending.numbers.tolist()
         changed, recomputed, differing, saturated, *of_routers = others
         self.tokens += int(tokens)
         if self.checks is not None:
@@ -547,7 +620,7 @@ class Run:
         if routers is not None:
             self.emit(routers)
         self.emit(event)
-        return stop > 0
+        return Told(int(stop), int(saving))
 
     def _look_at_checks(self, step: int, changed: float, recomputed: float, differing: float) -> None:
         """Raises HardwareError where something was found in a step. Numbers are the same on all ranks."""
@@ -604,9 +677,12 @@ class Run:
         evaluated = self.evaluation.run()
         if evaluated is None:
             self._save()
+            self._finish_saving()
             raise Preempted(f"stopped in the evaluation after step {self.step} and saved; {self._goes_on()}")
         losses = {name: one.loss for name, one in evaluated.sets.items()}
         tokens = {name: one.tokens for name, one in evaluated.sets.items()}
+        by = self.built.spec.checkpoint.best_by
+        self.losses[self.step] = evaluated.loss if by == "mean" else losses[by]
         seconds = time.perf_counter() - start
         self.emit(EvalDone(step=self.step, loss=evaluated.loss, sets=losses, tokens=tokens, seconds=seconds))
 
@@ -630,7 +706,7 @@ class Run:
         if self.checks is not None:
             self._look_now(self.step)
         spec = self.built.spec
-        start = time.perf_counter()
+        allocated_before = self._allocated()
         state = progress(
             self.built,
             step=self.step,
@@ -641,20 +717,91 @@ class Run:
         )
         # a run that is not at its end has to go on from what it saves
         is_alone = spec.checkpoint.last == "weights" and self.step == spec.train.steps
-        pieces = weight_pieces_of(self.built) if is_alone else pieces_of(self.built)
+        pieces = weight_pieces_of(self.built) if is_alone else self._pieces()
         if is_alone:
             state |= WEIGHTS_ALONE
-        elif self.place is not None:
+        start = time.perf_counter()
+        inside = counted.seconds_inside()
+        saved = self.saver.save(
+            self.step,
+            pieces,
+            spec=spec.model_dump(mode="json"),
+            state=state,
+            is_steady=changes_in_updates_alone,
+        )
+        if self._allocated() - allocated_before > MOST_KEPT_BYTES:
+            # tensors that were made for this save would take the room of the next step's activations
+            self.saver.wait_for_copies()
+        self.pace.saved(time.perf_counter() - start - (counted.seconds_inside() - inside))
+        self.last_saved = self.step
+        self._saved(saved)
+
+    def _pieces(self) -> list[SavedPiece]:
+        """What this rank writes of a whole checkpoint."""
+        pieces = pieces_of(self.built)
+        if self.place is not None:
             place = place_of_all(self.place, device=self.built.device)
             if self.comm.rank == 0:
                 pieces.append(place_piece(place))
-        inside = counted.seconds_inside()
-        path = self.store.save(self.step, pieces, spec=spec.model_dump(mode="json"), state=state, comm=self.comm)
-        self.pace.saved(time.perf_counter() - start - (counted.seconds_inside() - inside))
-        self.last_saved = self.step
-        if self.comm.rank == 0 and spec.checkpoint.keep != "all":
-            self.store.prune(spec.checkpoint.keep, inspect=lambda manifest: objections(manifest, spec))
-        self.emit(CheckpointSaved(step=self.step, path=str(path), seconds=time.perf_counter() - start))
+        return pieces
+
+    def _allocated(self) -> int:
+        """Bytes of the GPU's memory that tensors take."""
+        if self.built.device.type != "cuda":
+            return 0
+        return torch.cuda.memory_allocated(self.built.device)
+
+    def _saved(self, published: Sequence[Saved]) -> None:
+        """Tells of checkpoints that are published, and lets go of those that are not kept."""
+        spec = self.built.spec
+        for saved in published:
+            if self.comm.rank == 0 and spec.checkpoint.keep != "all":
+                deleted = self.store.prune(
+                    spec.checkpoint.keep,
+                    inspect=partial(objections, run=spec),
+                    beside=partial(kept_beside_newest, spec=spec.checkpoint, losses=self.losses),
+                    remove=self.saver.remove,
+                )
+                for step in deleted:
+                    if self.copier is not None:
+                        self.copier.drop(step)
+            if self.copier is not None:
+                self.copier.copy(saved.path, saved.step)
+            self.emit(
+                CheckpointSaved(
+                    step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_seconds=saved.stall_seconds
+                )
+            )
+
+    def _begin_saving(self) -> None:
+        """Takes what saves will need."""
+        if self.copier is not None and self.last_saved > 0:
+            # the start before may have ended before it was copied
+            self.copier.copy(self.store.folder / step_name(self.last_saved), self.last_saved)
+        if self.built.spec.checkpoint.saving == "async":
+            self.saver.prepare(self._pieces())
+
+    def _finish_saving(self) -> None:
+        """Waits until what is being saved is published, and what was deleted is gone."""
+        self._wait_for_writer()
+        self._saved(self.saver.finish())
+        self.saver.finish()
+
+    def _wait_for_writer(self) -> None:
+        """Says to the watchdog that what takes so long is no hang."""
+        self.built.position.mark("waiting for a checkpoint to be written")
+
+    def _finish_copying(self) -> None:
+        """Waits until the last checkpoint is copied. WriteError, on all ranks: it could not be."""
+        if self.built.spec.checkpoint.copy_to is None:
+            return
+        # in short waits, so that none is longer than a collective may take
+        while not on_first(self.comm, self._are_copies_made):
+            self.built.position.mark("waiting for a checkpoint to be copied")
+
+    def _are_copies_made(self) -> bool:
+        assert self.copier is not None, "rank 0 without a copier"
+        return self.copier.finish(MEET_SECONDS)
 
     def _sample(self) -> None:
         """Writes a text at the end of a run, where the recipe asks for one and the data have a tokenizer."""

@@ -7,9 +7,10 @@ fp8/<name>             largest elements of the steps before, of the layer of a w
 rng/<generator>/<rank> random generators that user code may draw from, as bytes
 """
 
+import heapq
 import sys
-import zlib
 from collections.abc import Mapping, Sequence, Set
+from math import prod
 from typing import Any
 
 import torch
@@ -47,11 +48,17 @@ def weight_pieces_of(built: TrainState) -> list[SavedPiece]:
 def pieces_of(built: TrainState) -> list[SavedPiece]:
     """What this rank writes: of each piece that several ranks hold a share of the tensors, and its own generators."""
     pieces = []
-    for stored, (name, tensor) in tensors_of(built).items():
+    tensors = tensors_of(built)
+    sizes = {}
+    for stored, (name, tensor) in tensors.items():
+        sizes[stored] = prod(built.shards[name].shape) * tensor.element_size()
+    writers: dict[int, dict[str, int]] = {}
+    for stored, (name, tensor) in tensors.items():
         layout = built.shards[name]
         for piece in layout.pieces:
-            # the name's hash spreads the tensors over the ranks that hold copies of the piece
-            if zlib.crc32(stored.encode()) % piece.copies == piece.replica:
+            if piece.copies not in writers:
+                writers[piece.copies] = shared_out(sizes, piece.copies)
+            if writers[piece.copies][stored] == piece.replica:
                 pieces.append(SavedPiece(stored, layout.shape, piece.global_start, tensor[piece.local_slices]))
     # routers' buffers are whole and the same on all ranks of a pipeline stage: one of them writes
     if built.mesh.index("tp-dp-cp") == 0:
@@ -63,6 +70,21 @@ def pieces_of(built: TrainState) -> list[SavedPiece]:
     for name, state in generators(built).items():
         pieces.append(SavedPiece(f"rng/{name}/{built.mesh.rank}", tuple(state.shape), (0,), state))
     return pieces
+
+
+def shared_out(sizes: Mapping[str, int], copies: int) -> dict[str, int]:
+    """Which of the ranks that hold copies of a tensor writes it: each as many bytes as can be.
+
+    `sizes`: bytes of the global tensors of a pipeline stage, so that all its ranks come to the same. The largest first,
+    each to the rank that has least so far.
+    """
+    loads = [(0, replica) for replica in range(copies)]  # a heap: the least first
+    writer = {}
+    for stored in sorted(sizes, key=lambda stored: (-sizes[stored], stored)):
+        load, replica = loads[0]
+        writer[stored] = replica
+        heapq.heapreplace(loads, (load + sizes[stored], replica))
+    return writer
 
 
 def generators(built: TrainState) -> dict[str, torch.Tensor]:

@@ -29,6 +29,10 @@ def ignore_phase(phase: str) -> None:
     """For who measures no phases."""
 
 
+def nothing_to_do() -> None:
+    """For who has nothing to do before the update."""
+
+
 @dataclass(frozen=True)
 class Found:
     """Ranks whose checks found something in a step, over all ranks: scalars of float64 on the device."""
@@ -78,8 +82,8 @@ class StepResult:
     """What checks found."""
     loss_scale: Tensor
     """The factor on the loss in this step."""
-    stop: Tensor
-    """Ranks that want the run to stop after this step."""
+    of_ranks: Tensor
+    """[2]: ranks that want the run to stop after this step; the sum of what they say of the save under way."""
     saturated: Tensor | None
     """int64 [1]: elements that were too large for fp8 by the scales of this step, over all ranks; what several ranks
     have is counted by each. None: none can be, since scales are those of the elements themselves."""
@@ -181,16 +185,17 @@ def activations_size(built: TrainState, sequences: int, length: int) -> torch.Si
     return torch.Size((sequences, tokens, built.spec.model.d_model))
 
 
-def count_tokens(built: TrainState, batches: Sequence[Batch], *, stop: bool) -> tuple[Tensor, Tensor]:
-    """Valid tokens of the global batch, and how many ranks ask to stop: one small all-reduce over the world."""
+def count_tokens(built: TrainState, batches: Sequence[Batch], *, stop: bool, saving: int = 0) -> tuple[Tensor, Tensor]:
+    """Valid tokens of the global batch, and [2]: how many ranks ask to stop, and the sum of what they say of the save
+    under way. One small all-reduce over the world."""
     mask = torch.stack([b.mask.sum() for b in batches]).sum()
     # every rank of these axes has the same batch
     first = all(built.mesh.index(axis) == 0 for axis in ("tp", "cp", "pp"))
     valid = mask if first else torch.zeros_like(mask)
-    counts = torch.stack([valid, torch.full_like(valid, int(stop))])
+    counts = torch.stack([valid, torch.full_like(valid, int(stop)), torch.full_like(valid, saving)])
     if built.mesh.world_size > 1:
         counted.all_reduce(counts)
-    return counts[0], counts[1]
+    return counts[0], counts[1:]
 
 
 def train_step(
@@ -203,6 +208,8 @@ def train_step(
     stop: bool = False,
     limits: Limits = NO_LIMITS,
     checks: StepChecks | None = None,
+    saving: int = 0,
+    before_update: Callable[[], object] = nothing_to_do,
     on_gradients: Callable[[], None] | None = None,
     on_phase: Callable[[str], object] = ignore_phase,
 ) -> StepResult:
@@ -211,9 +218,10 @@ def train_step(
     The update is not applied where loss or gradient norm are not finite or exceed `limits`, or where `checks` find
     something; all ranks agree, since what each of them found is summed with the norm.
     `on_gradients` is called when the gradients are summed, before the update, which may divide them in place.
-    `on_phase` is called with each of PHASES when the device was given all of its work.
+    `saving` is summed over the ranks, as `stop` is. `before_update` is called right before the optimizer changes
+    anything. `on_phase` is called with each of PHASES when the device was given all of its work.
     """
-    tokens, stop_count = count_tokens(built, batches, stop=stop)
+    tokens, of_ranks = count_tokens(built, batches, stop=stop, saving=saving)
     loss_scale = scaler.scale.clone()
     compute = partial(forward_backward, built, batches, tokens=tokens, loss_scale=loss_scale)
     if checks is not None:
@@ -242,6 +250,7 @@ def train_step(
             divide_by = divide_by * (norm / built.spec.optim.clip).clamp(min=1)
         is_in_order = torch.isfinite(norm) & (norm <= limits.grad_norm) & (agreed.beside.sum() == 0)
         skip = (~is_in_order).to(torch.float32)
+        before_update()
         built.optimizer.update(
             data.gradients, lr=lr, weight_decay=weight_decay, divide_by=divide_by.to(built.wide), skip=skip
         )
@@ -263,7 +272,7 @@ def train_step(
         broken_losses=broken_losses,
         found=Found(changed, recomputed, differing),
         loss_scale=loss_scale,
-        stop=stop_count,
+        of_ranks=of_ranks,
         saturated=saturated,
         routers=routers,
     )

@@ -10,6 +10,7 @@ from megaspec.estimate.hardware import hardware_of
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.target import Target
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec.search.checkpoint_size import checkpoint_size
 from megaspec.search.remedies import remedies, remedies_on_cpu
 from megaspec.spec import Spec
 
@@ -34,7 +35,41 @@ def start_problems(
         too_large = memory_problem(spec, target, origins)
         if too_large is not None:
             problems.append(too_large)
+        else:
+            problems += copies_problems(spec, target, origins)
     return problems
+
+
+def copied_for_saving(spec: Spec, target: Target) -> int:
+    """Bytes of a machine's memory that hold what checkpoint.saving=async is writing; ranks share a checkpoint evenly.
+
+    Page-locked where there are GPUs. 0 where training waits instead.
+    """
+    if spec.checkpoint.saving == "blocking":
+        return 0
+    local = target.local_ranks or spec.world_size
+    if target.gpus:
+        local = min(local, target.gpus)
+    return checkpoint_size(spec).total * local // spec.world_size
+
+
+def copies_problems(spec: Spec, target: Target, origins: Mapping[str, str] | None = None) -> list[Problem]:
+    """Why this machine's memory does not hold what checkpoint.saving=async copies into it, beside the ranks themselves
+    where they have no GPUs."""
+    copied = copied_for_saving(spec, target)
+    if not copied or not target.memory:
+        return []
+    available = target.memory
+    beside = ""
+    if spec.device == "cpu":
+        available = max(0, available - need_here(spec, target).total)
+        beside = " beside its ranks"
+    if copied <= available:
+        return []
+    key = "checkpoint.saving"
+    text = f"{key}=async: what is being saved takes {bytes_in_words(copied)} of this machine's memory, and "
+    text += f"{bytes_in_words(available)} are available{beside}; set {key}=blocking, or memory=ignore"
+    return [Problem(key, text, origin_of(origins or {}, key), "saving-memory")]
 
 
 def memory_problem(spec: Spec, target: Target, origins: Mapping[str, str] | None = None) -> Problem | None:

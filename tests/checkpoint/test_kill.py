@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from megaspec.checkpoint.comm import DistComm
 from megaspec.checkpoint.lock import RunLock
-from megaspec.checkpoint.store import FAULT_POINTS, Store
+from megaspec.checkpoint.publish import FAULT_POINTS
+from megaspec.checkpoint.store import Store
 from megaspec.core import faults
 from tests.checkpoint.checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, save
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaspec.checkpoint import files
-from megaspec.checkpoint import store as store_module
+from megaspec.checkpoint import files, publish
+from megaspec.checkpoint.publish import FAULT_POINTS
 from megaspec.checkpoint.shard import SavedPiece
-from megaspec.checkpoint.store import FAULT_POINTS, Store
+from megaspec.checkpoint.store import Store
 from megaspec.core import faults
 from megaspec.core.errors import WriteError
 from tests.checkpoint.checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, no_rank_failed, on_ranks, save
@@ -58,7 +58,7 @@ def test_full_disk(small_disk, monkeypatch, told_beforehand) -> None:
     store = Store(small_disk)
     no_rank_failed(on_ranks(2, lambda c: save(store, 1, c)))
     if not told_beforehand:
-        monkeypatch.setattr(store_module, "free_bytes", lambda path: 1 << 60)
+        monkeypatch.setattr(publish, "free_bytes", lambda path: 1 << 60)
     for _ in range(2):
         results = on_ranks(2, lambda c: save_large(store, 2, c))
         assert [type(r) for r in results] == [WriteError, WriteError]

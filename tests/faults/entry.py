@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from megaspec.checkpoint.writer_process import WriterProcess
 from megaspec.core import faults
 from megaspec.log.events import Event
 from megaspec.log.sinks import SERVICES
@@ -33,6 +34,10 @@ def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keyw
     environment  the variable `point` is `mark` in its environment
     slow    from that time on it takes `seconds` longer each time
     sleep   at that time it goes on with nothing, alive
+    writer  kill -9 of this rank's writer of checkpoints after `seconds`; then make the file `mark`
+    writer at     the writer kills itself at the `count`-th time at `point`, the first one that is started alone
+    every writer at  each of them does
+    stop    at that time it is asked to stop (SIGTERM)
     lose    at that time another job takes the run over, as it may when this one has stood still for long
     move    at that time the run folder is renamed
 
@@ -73,6 +78,23 @@ def _arm(run_dir: str, *, kind: str, point: str = "", count: int = 1, seconds: f
             faults.arm(point, lambda: _halt_all(mark), count=count)
         case "sleep":
             faults.arm(point, lambda: _sleep(mark), count=count)
+        case "writer":
+            killer = threading.Timer(seconds, _kill_writer, (mark,))
+            killer.daemon = True
+            killer.start()
+        case "writer at":
+            os.environ[faults.ENVIRONMENT] = f"{point}:{count}"
+            start = WriterProcess.start
+
+            def start_without_fault(process: WriterProcess) -> None:
+                start(process)
+                os.environ.pop(faults.ENVIRONMENT, None)
+
+            WriterProcess.start = start_without_fault
+        case "every writer at":
+            os.environ[faults.ENVIRONMENT] = f"{point}:{count}"
+        case "stop":
+            faults.arm(point, lambda: os.kill(os.getpid(), signal.SIGTERM), count=count)
         case "lose":
             faults.arm(point, lambda: _take_over(Path(run_dir)), count=count)
         case "move":
@@ -139,6 +161,12 @@ def _take_over(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(NEW_HOLDER)
     faults.disarm()
+
+
+def _kill_writer(mark: str) -> None:
+    for child in psutil.Process().children():
+        child.kill()
+        Path(mark).touch()
 
 
 def _move(run: Path) -> None:

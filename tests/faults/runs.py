@@ -24,7 +24,9 @@ ENTRY = "tests.faults.entry:main"
 TARGET = Target(cores=2)
 
 
-def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3, seed: int = 1234, ranks: int = 2) -> Recipe:
+def recipe(
+    *, steps: int = STEPS, tp: int = 2, save_every: int = 3, seed: int = 1234, ranks: int = 2, **checkpoint: Any
+) -> Recipe:
     """Two ranks (or one), a model of a few thousand parameters, evaluations and checkpoints every few steps."""
     return Recipe.model_validate_json(
         json.dumps(
@@ -45,7 +47,7 @@ def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3, seed: int = 
                 "optim": {"kind": "adamw", "lr": 1e-2, "schedule": {"warmup_steps": 4}},
                 "parallelism": {"tp": tp},
                 "train": {"steps": steps, "global_batch": BATCH, "eval_every": 4, "eval_samples": 2, "seed": seed},
-                "checkpoint": {"every": save_every, "keep": 2},
+                "checkpoint": {"every": save_every, "keep": 2} | checkpoint,
                 "log": {"console": "quiet", "tensorboard": False},
                 "launcher": {"ranks": ranks},
             }

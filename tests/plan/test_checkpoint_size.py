@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from megaspec.checkpoint.streamed import WEIGHTS
-from megaspec.plan.checkpoint_size import checkpoint_size
 from megaspec.plan.report import print_plan
 from megaspec.runtime.state import pieces_of, weight_pieces_of
+from megaspec.search.checkpoint_size import checkpoint_size
 from tests.runtime.lives import build_here
 from tests.runtime.specs import SGD, TARGET, spec
 

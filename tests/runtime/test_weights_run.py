@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megaspec import cli
-from megaspec.checkpoint import store as store_module
-from megaspec.checkpoint import streamed
+from megaspec.checkpoint import publish, streamed
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.contents import open_checkpoint
 from megaspec.checkpoint.store import SavedPiece, Store
@@ -324,7 +323,7 @@ def test_a_full_disk_and_a_target_that_is_there(command, runs, tmp_path, capsys,
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store_module, "write_shard", full)
+        patched.setattr(publish, "write_file", full)
         assert checkpoint(command, runs["tp2"], "--out", tmp_path / "new", *words) == 73
     with monkeypatch.context() as patched:
         patched.setattr("megaspec.weights_run.free_bytes", lambda _: 10)

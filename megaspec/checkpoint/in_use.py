@@ -1,0 +1,83 @@
+"""Who reads a checkpoint keeps it from being deleted meanwhile, by a shared flock(2) on its manifest. Torch-free.
+
+The kernel drops it when the reader ends, however that is. Where the file system knows no flock, a checkpoint that is
+read may go: the reader then finds a file missing, and says so.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megaspec.checkpoint.files import open_folder
+from megaspec.checkpoint.format import MANIFEST
+from megaspec.core.errors import CheckpointError
+
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+HELD = (BlockingIOError, PermissionError)
+
+
+def hold(folder: Path, folder_fd: int) -> int | None:
+    """Keeps a checkpoint that is open as `folder_fd` until the descriptor that this returns is closed.
+
+    None: its file system has no such locks, or it has no manifest that can be opened. CheckpointError: it is being
+    deleted.
+    """
+    try:
+        fd = os.open(MANIFEST, os.O_RDONLY | _FLAGS, dir_fd=folder_fd)
+    except OSError:
+        return None  # who reads it says what is wrong with it
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except HELD:
+        os.close(fd)
+        raise CheckpointError(f"{folder}: is being deleted") from None
+    except OSError:
+        os.close(fd)
+        return None
+    # it may have lost its name between being opened and being held
+    try:
+        is_same = os.path.samestat(os.stat(folder, follow_symlinks=False), os.fstat(folder_fd))
+    except OSError:
+        is_same = False
+    if not is_same:
+        os.close(fd)
+        raise CheckpointError(f"{folder}: was deleted")
+    return fd
+
+
+@contextlib.contextmanager
+def held_for_reading(folder: Path) -> Iterator[None]:
+    """While entered, a checkpoint is not deleted. CheckpointError: it is not there, or being deleted."""
+    folder_fd = open_folder(folder)
+    held_fd = None
+    try:
+        held_fd = hold(folder, folder_fd)
+        yield
+    finally:
+        if held_fd is not None:
+            os.close(held_fd)
+        os.close(folder_fd)
+
+
+@contextlib.contextmanager
+def unless_held(folder: Path) -> Iterator[bool]:
+    """Whether nobody reads a checkpoint; while entered nobody begins to."""
+    try:
+        # writable, as network file systems want it of an exclusive lock
+        fd = os.open(folder / MANIFEST, os.O_RDWR | _FLAGS)
+    except OSError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except HELD:
+            yield False
+        except OSError:
+            yield True
+        else:
+            yield True
+    finally:
+        os.close(fd)

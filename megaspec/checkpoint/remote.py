@@ -1,0 +1,175 @@
+"""Copies of a run's checkpoints in an object store, or wherever fsspec reaches. Torch-free.
+
+    URL/spec.json and other RUN_FILES                         what a run needs to go on, as it was at the last copy
+    URL/checkpoints/step-00000100/rank-00000.safetensors
+    URL/checkpoints/step-00000100/manifest.json               last: who sees it sees all of the checkpoint
+
+Note "Verified by ours". A store's own checksums are of what it received, and differ from store to store. Each file is
+read back after it was written, chunk by chunk, and held to the manifest's CRC-32; only then is the manifest written. It
+costs the bytes a second time, beside the training, and works with every store.
+"""
+
+import contextlib
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+from megaspec.checkpoint import folders
+from megaspec.checkpoint.examine import chunk_length, examine, read_manifest
+from megaspec.checkpoint.files import rename_durably, sync_folder, write_failure
+from megaspec.checkpoint.format import MANIFEST, MANIFEST_LIMIT, StoredFile
+from megaspec.checkpoint.in_use import held_for_reading
+from megaspec.core.errors import CheckpointError, MegaspecError, WriteError
+from megaspec.core.remote_files import FIRST_WAIT_SECONDS, PART_BYTES, TRIES, RemoteFiles, last_name
+
+RUN_FILES = ("recipe.json", "target.json", "spec.json", "prediction.json", "metrics.jsonl")
+_RUN_FILE_LIMIT = 1 << 30
+_PROBE = ".megaspec-probe"
+
+
+class Remote(RemoteFiles):
+    """Copies below a URL."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "checkpoint.copy_to=",
+        error: type[MegaspecError] = WriteError,
+        wait_seconds: float = FIRST_WAIT_SECONDS,
+    ):
+        super().__init__(url, name=name, error=error, wait_seconds=wait_seconds)
+
+    def check(self) -> None:
+        """Writes, reads and deletes a few bytes. WriteError: what is copied there would not arrive."""
+        path = f"{self.root}/{_PROBE}"
+
+        self.tried(lambda: self.make_folder(self.root), self.url)
+        self.put(path, b"megaspec")
+        self.tried(lambda: self.forget(path), self.url)
+
+    def upload(self, checkpoint: Path, step: int) -> int:
+        """Copies a checkpoint that is whole. -> bytes. WriteError: it could not be, after TRIES of a file.
+
+        CheckpointError: it was deleted, or is damaged.
+        """
+        target = f"{self.root}/{folders.CHECKPOINTS}/{folders.step_name(step)}"
+        with held_for_reading(checkpoint):
+            manifest = read_manifest(checkpoint, step)
+            data = (checkpoint / MANIFEST).read_bytes()
+            if self.has(f"{target}/{MANIFEST}", data):
+                return 0
+            self.tried(lambda: self.forget(f"{target}/{MANIFEST}"), target)
+            self.tried(lambda: self.make_folder(target), target)
+            for file in manifest.files:
+                self._copy(checkpoint / file.name, f"{target}/{file.name}", file, manifest.chunk_bytes)
+            self._upload_run_files(checkpoint.parent.parent)
+            self.put(f"{target}/{MANIFEST}", data)
+        return manifest.bytes
+
+    def _copy(self, source: Path, there: str, file: StoredFile, chunk_bytes: int) -> None:
+        """Writes a file until it comes back as it was written; what the store did not answer is asked again first."""
+        damage = ""
+        for _ in range(TRIES):
+            self.tried(lambda: self.write(source, there), there)
+            damage = self.tried(lambda: self._damage(there, file, chunk_bytes), there)
+            if not damage:
+                return
+        raise self.error(f"{self.name}{self.url}: {last_name(there)}: {damage}")
+
+    def _upload_run_files(self, run_dir: Path) -> None:
+        for name in RUN_FILES:
+            source = run_dir / name
+            if source.is_file() and not source.is_symlink():
+                there = f"{self.root}/{name}"
+                if source.stat().st_size > PART_BYTES:
+                    self.tried(lambda source=source, there=there: self.write(source, there), there)
+                else:
+                    self.put(there, source.read_bytes())
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are whole there, ascending."""
+        folder = f"{self.root}/{folders.CHECKPOINTS}"
+
+        def found() -> list[int]:
+            steps = []
+            if not self.fs.exists(folder):
+                return steps
+            for path in self.fs.ls(folder, detail=False):
+                candidate = folders.parse_candidate(Path(), path.rstrip("/").rsplit("/", 1)[-1])
+                if candidate is not None and self.fs.exists(f"{path}/{MANIFEST}"):
+                    steps.append(candidate.step)
+            return sorted(steps)
+
+        return self.tried(found, self.url)
+
+    def remove(self, step: int) -> None:
+        """Deletes a copy: its manifest first, so that no half of it is ever taken for one."""
+        target = f"{self.root}/{folders.CHECKPOINTS}/{folders.step_name(step)}"
+
+        def remove() -> None:
+            self.forget(f"{target}/{MANIFEST}")
+            if self.fs.exists(target):
+                self.fs.rm(target, recursive=True)
+
+        self.tried(remove, target)
+
+    def download(self, run_dir: Path, step: int) -> Path:
+        """Brings a copy into a run folder as if it had been saved there, with the files that a run needs to go on where
+        they are missing. CheckpointError: it is damaged, or not there."""
+        source = f"{self.root}/{folders.CHECKPOINTS}/{folders.step_name(step)}"
+        home = run_dir / folders.CHECKPOINTS
+        target = home / folders.step_name(step)
+        saving = home / folders.hidden_name("saving", step, 1)
+        if os.path.lexists(target):
+            raise WriteError(f"{target} is there already; remove it, or name another folder")
+        try:
+            saving.mkdir(parents=True)
+            self.fetch(f"{source}/{MANIFEST}", saving / MANIFEST, limit=MANIFEST_LIMIT)
+            manifest = read_manifest(saving, step)
+            for file in manifest.files:
+                self.fetch(f"{source}/{file.name}", saving / file.name, limit=file.bytes)
+            _, problems = examine(saving, step, deep=True)
+            if problems:
+                raise CheckpointError([f"{self.url}: step {step} is damaged", *problems])
+            for name in RUN_FILES:
+                if not (run_dir / name).exists() and self.tried(
+                    lambda name=name: self.fs.exists(f"{self.root}/{name}"), self.url
+                ):
+                    self.fetch(f"{self.root}/{name}", run_dir / name, limit=_RUN_FILE_LIMIT)
+            sync_folder(saving)
+            rename_durably(saving, target)
+        except OSError as error:
+            raise write_failure(target, error) from None
+        finally:
+            if os.path.lexists(saving):
+                with contextlib.suppress(OSError):
+                    for path in saving.iterdir():
+                        path.unlink()
+                    saving.rmdir()
+        return target
+
+    def _damage(self, there: str, file: StoredFile, chunk_bytes: int) -> str:
+        """Reads a file back. -> in what it is not what was written; "" where it is."""
+        with self.fs.open(there, "rb", block_size=PART_BYTES, cache_type="readahead") as back:
+            for index, expected in enumerate(file.crc32):
+                data = back.read(chunk_length(file, index, chunk_bytes))
+                if zlib.crc32(data) != int(expected):
+                    return f"chunk {index} came back with other bytes than were written"
+            if back.read(1):
+                return "more bytes came back than were written"
+        return ""
+
+
+def work(job: dict[str, Any]) -> Any:
+    """A job of the copier, in writer.py's process: check, copy or drop."""
+    remote = Remote(job["url"], wait_seconds=job["wait_seconds"])
+    match job["do"]:
+        case "check":
+            return remote.check()
+        case "copy":
+            return remote.upload(Path(job["path"]), job["step"])
+        case "drop":
+            return remote.remove(job["step"])
+    raise AssertionError(f"do={job['do']!r} is no job of a copier")

@@ -1,0 +1,23 @@
+"""Which checkpoints stay beside the newest. Torch-free."""
+
+from collections.abc import Iterable, Mapping
+from math import isfinite
+
+from megaspec.checkpoint.spec import CheckpointSpec
+
+
+def kept_beside_newest(steps: Iterable[int], spec: CheckpointSpec, losses: Mapping[int, float]) -> set[int]:
+    """Of the steps of checkpoints, those that `keep_every` and `keep_best` keep.
+
+    `losses`: of steps that were evaluated. Of equal losses the newer one is the better: it has seen more.
+    """
+    kept = set()
+    evaluated = []
+    for step in steps:
+        if spec.keep_every and step % spec.keep_every == 0:
+            kept.add(step)
+        if step in losses and isfinite(losses[step]):
+            evaluated.append(step)
+    evaluated.sort(key=lambda step: (losses[step], -step))
+    kept.update(evaluated[: spec.keep_best])
+    return kept

@@ -1,0 +1,177 @@
+"""Files in an object store, or wherever else fsspec reaches: tried again with growing waits, read back. Torch-free.
+
+Note "Secrets". Errors are told in words of ours: what a client library says may hold a key, or a signed address.
+"""
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from megaspec.core.errors import MegaspecError, UsageError
+
+T = TypeVar("T")
+
+TRIES = 6
+FIRST_WAIT_SECONDS = 0.5
+LONGEST_WAIT_SECONDS = 30.0
+PART_BYTES = 64 << 20
+"""Of a multipart upload."""
+
+
+class RemoteFiles:
+    """What lies below a URL. UsageError: the package for its scheme is not installed.
+
+    `name`, in texts before the URL, and `error`: what is raised when the store does not answer as it should, or holds
+    more than it should.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        error: type[MegaspecError],
+        wait_seconds: float = FIRST_WAIT_SECONDS,
+    ):
+        try:
+            import fsspec
+        except ImportError:
+            raise UsageError(f"{url}: needs the package fsspec; pip install 'megaspec[s3]'") from None
+        self.url = url.rstrip("/")
+        self.name = name
+        self.error = error
+        self._wait_seconds = wait_seconds
+        self.errors = _errors()
+        try:
+            # listings change beneath us: other runs, and the copier of this one
+            self.fs, self.root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+        except (ImportError, ValueError) as error:
+            scheme, _, _ = url.partition("://")
+            raise UsageError(
+                f"{url}: {scheme}:// needs a package that is not installed, or is no scheme that fsspec knows "
+                f"({type(error).__name__}); for s3:// pip install 'megaspec[s3]'"
+            ) from None
+        self.root = self.root.rstrip("/")
+
+    def put(self, there: str, data: bytes) -> None:
+        """Writes a small file until it comes back as it was written."""
+        for _ in range(TRIES):
+            self.tried(lambda: self.fs.pipe_file(there, data), there)
+            if self.has(there, data):
+                return
+        raise self.error(f"{self.name}{self.url}: {last_name(there)}: other bytes came back than were written")
+
+    def has(self, path: str, data: bytes) -> bool:
+        """Whether a small file with these bytes is there."""
+
+        def look() -> bool:
+            try:
+                return self.fs.cat_file(path) == data
+            except FileNotFoundError:
+                return False
+
+        return self.tried(look, path)
+
+    def forget(self, path: str) -> None:
+        """Deletes a file, where it is there. Not tried again."""
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.rm_file(path)
+
+    def make_folder(self, path: str) -> None:
+        """Makes a folder where there are folders. Not tried again."""
+        # a store has no folders; making a bucket is its owner's affair
+        if "file" in self.fs.protocol or "local" in self.fs.protocol:
+            self.fs.makedirs(path, exist_ok=True)
+
+    def write(self, source: Path, there: str) -> None:
+        """Uploads a file, in parts where it is large. Not tried again, and not read back."""
+        with open(source, "rb") as file, self.fs.open(there, "wb", block_size=PART_BYTES) as out:
+            while data := file.read(PART_BYTES):
+                out.write(data)
+
+    def fetch(self, source: str, target: Path, *, limit: int) -> None:
+        """Downloads a file of at most `limit` bytes."""
+
+        def fetch() -> None:
+            taken = 0
+            with self.fs.open(source, "rb", block_size=PART_BYTES) as file, open(target, "wb") as out:
+                # what an earlier try wrote was cut off by opening
+                while data := file.read(PART_BYTES):
+                    taken += len(data)
+                    if taken > limit:
+                        raise self.error(f"{self.name}{source}: expected at most {limit} bytes, found more")
+                    out.write(data)
+                out.flush()
+                os.fsync(out.fileno())
+
+        self.tried(fetch, source)
+
+    def tried(self, action: Callable[[], T], what: str) -> T:
+        """What an action returns, tried with growing waits. Raises `error` when it failed for good."""
+        for wait in _waits(self._wait_seconds):
+            try:
+                return action()
+            except self.errors as error:
+                why = in_words(error)
+                if wait is None or is_final(error):
+                    raise self.error(f"{self.name}{self.url}: {last_name(what)}: {why}") from None
+            # apart from others that failed at the same moment
+            time.sleep(wait * random.uniform(0.5, 1.5))
+        raise AssertionError("the last wait is None")
+
+
+def _waits(first: float) -> Iterator[float | None]:
+    """Seconds between tries, doubled each time; None behind the last."""
+    wait = first
+    for _ in range(TRIES - 1):
+        yield min(wait, LONGEST_WAIT_SECONDS)
+        wait *= 2
+    yield None
+
+
+def last_name(what: str) -> str:
+    """The last part of a path or URL."""
+    return what.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _errors() -> tuple[type[BaseException], ...]:
+    """What stores raise: of the libraries that are there."""
+    found: list[type[BaseException]] = [OSError, TimeoutError]
+    with contextlib.suppress(ImportError):
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        found += [BotoCoreError, ClientError]
+    with contextlib.suppress(ImportError):
+        from aiohttp import ClientError as HttpError
+
+        found += [HttpError]
+    return tuple(found)
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether another try meets the same: no such bucket, no right to it."""
+    is_known = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError)
+    return is_known or type(error).__name__ in _NO_CREDENTIALS
+
+
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound")
+
+
+def in_words(error: BaseException) -> str:
+    """Why it failed, without what a library says: that may hold secrets."""
+    name = type(error).__name__
+    if name in _NO_CREDENTIALS:
+        return "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+    if isinstance(error, PermissionError):
+        return "access is denied: the credentials are wrong, or have no right to write there"
+    if isinstance(error, FileNotFoundError):
+        return "there is no such bucket or file"
+    if name in ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError"):
+        return "can't be reached"
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
+    return f"failed ({name})"

@@ -1,0 +1,94 @@
+"""Rules about when checkpoints are saved, and which of them stay."""
+
+from megaspec.core.errors import Problem
+from megaspec.core.problems import one_of
+from megaspec.data.spec import evaluation_sets
+from megaspec.rules.case import Case
+
+
+def keeping_all_leaves_nothing_to_choose(case: Case) -> Problem | None:
+    """Where every checkpoint is kept, none is chosen."""
+    spec = case.recipe.checkpoint
+    if spec.keep != "all":
+        return None
+    for name in ("keep_every", "keep_best"):
+        value = getattr(spec, name)
+        if value:
+            key = f"checkpoint.{name}"
+            return Problem(key, f"{key}={value} chooses what checkpoint.keep=all keeps anyway; set it to 0")
+    return None
+
+
+def steps_that_are_kept_are_saved(case: Case) -> Problem | None:
+    """A checkpoint that is kept for its step has to be saved there."""
+    spec = case.recipe.checkpoint
+    if not spec.keep_every:
+        return None
+    key = "checkpoint.keep_every"
+    if not spec.every:
+        return Problem(key, f"{key}={spec.keep_every} needs checkpoints between: set checkpoint.every, or it to 0")
+    if spec.keep_every % spec.every:
+        nearest = spec.every * max(1, round(spec.keep_every / spec.every))
+        text = f"{key}={spec.keep_every} must be a multiple of checkpoint.every={spec.every}; try {nearest}"
+        return Problem(key, text)
+    return None
+
+
+def best_checkpoints_are_evaluated(case: Case) -> Problem | None:
+    """The best checkpoints are found by an evaluation of each."""
+    spec = case.recipe.checkpoint
+    eval_every = case.recipe.train.eval_every
+    if not spec.keep_best:
+        return None
+    key = "checkpoint.keep_best"
+    if not spec.every:
+        return Problem(
+            key, f"{key}={spec.keep_best} needs checkpoints to choose from: set checkpoint.every, or it to 0"
+        )
+    if not eval_every:
+        text = f"{key}={spec.keep_best} chooses by evaluations, and train.eval_every=0 makes none"
+        return Problem(key, f"{text}; set train.eval_every={spec.every}, or {key}=0")
+    if spec.every % eval_every:
+        text = f"{key}={spec.keep_best}: checkpoint.every={spec.every} must be a multiple of "
+        text += f"train.eval_every={eval_every}"
+        return Problem(key, f"{text}, so that each checkpoint is evaluated; try train.eval_every={spec.every}")
+    return None
+
+
+def best_is_by_a_set_that_is_there(case: Case) -> Problem | None:
+    """What is best is said by the mean of the evaluation sets, or by one of them."""
+    spec = case.recipe.checkpoint
+    key = "checkpoint.best_by"
+    if spec.best_by == "mean":
+        return None
+    if not spec.keep_best:
+        return Problem(key, f"{key}={spec.best_by} chooses nothing while checkpoint.keep_best=0; set it to mean")
+    names = ["mean", *evaluation_sets(case.recipe.data)]
+    if spec.best_by not in names:
+        return Problem(key, f"{key}={spec.best_by} must be an evaluation set of this run, or mean; try {one_of(names)}")
+    return None
+
+
+def another_place_is_tried(case: Case) -> Problem | None:
+    """Another place to save is of use where a save that failed is tried again."""
+    spec = case.recipe.checkpoint
+    if spec.fallback_dir is None or spec.retries:
+        return None
+    key = "checkpoint.retries"
+    return Problem(key, f"{key}=0 never tries checkpoint.fallback_dir={spec.fallback_dir}; set it to 1, or drop that")
+
+
+def no_secret_in_a_url(case: Case) -> Problem | None:
+    """The URL of copies holds no user and no password: recipes and run folders are read by others."""
+    url = case.recipe.checkpoint.copy_to
+    if url is None:
+        return None
+    key = "checkpoint.copy_to"
+    scheme, found, place = url.partition("://")
+    if not found or not scheme or not place.strip("/"):
+        return Problem(key, f"{key}={url.rpartition('@')[2]} must be a URL, scheme://place; try s3://bucket/run")
+    host, _, _ = place.partition("/")
+    if "@" in host or "?" in place:
+        text = f"{key}={scheme}://***: a URL holds no user, password or query here; leave them out, and set"
+        return Problem(key, f"{text} AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what the scheme's package reads")
+    return None
