@@ -5,8 +5,11 @@ from typing import Any
 
 from megaspec.checkable import PartlyError
 from megaspec.commands.starting import Prepared, prepare_new, prepare_resume, refuse_tasks, start
+from megaspec.commands.submitting import launcher_of_points, submit, submit_points
 from megaspec.compose.words import compose_words, take, tell_left_out, words_parser
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.estimate.target import Target, detect_target
+from megaspec.launcher.spec import ClusterLauncher
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import planned_run_dir
 from megaspec.run_folder import is_run, refuse_unfinished_fork
@@ -18,6 +21,9 @@ def add_parser(commands: Any) -> None:
     """The parser of `train`."""
     text = "train a recipe: recipe=NAME a.b=c ... [resume=auto] [memory=ignore]"
     command = commands.add_parser("train", help=text, description=text, allow_abbrev=False, parents=[words_parser()])
+    command.add_argument(
+        "--print", action="store_true", help="with launcher=slurm or kubernetes: print the job, and start nothing"
+    )
     command.add_argument("-m", "--multirun", action="store_true", help="run every point of a.b=1,2; sweep.slots=N ...")
 
 
@@ -25,6 +31,11 @@ def run(args: argparse.Namespace) -> int:
     """Compose, resolve, make the run folder, start the ranks."""
     refuse_tasks()
     if args.multirun:
+        launcher = launcher_of_points(args.words, args.config_dir, prints=args.print)
+        if launcher is not None:
+            return submit_points(args.words, args.config_dir, launcher, prints=args.print)
+        if args.print:
+            raise _nothing_to_print()
         return multirun(args.words, args.config_dir)
     how, words = take(args.words, "resume", ("never", "auto"))
     memory, words = take(words, "memory", MEMORY)
@@ -32,6 +43,12 @@ def run(args: argparse.Namespace) -> int:
         composed = compose_words(words, args.config_dir)
     except PartlyError as error:
         raise with_rules(error, lambda _: detect_target(), is_for_training=True) from None
+
+    launcher = composed.recipe.launcher
+    if isinstance(launcher, ClusterLauncher):
+        return submit(composed, launcher, goes_on=how == "auto", memory=memory, prints=args.print)
+    if args.print:
+        raise _nothing_to_print()
 
     def prepare(target: Target) -> Prepared:
         tell_left_out(composed)
@@ -43,3 +60,8 @@ def run(args: argparse.Namespace) -> int:
         return prepare_new(composed, target, folder if how == "auto" else None, memory=memory)
 
     return start(prepare)
+
+
+def _nothing_to_print() -> RecipeError:
+    text = "--print: launcher.kind=local starts ranks here and writes no job; set launcher=slurm or kubernetes"
+    return RecipeError([Problem("launcher.kind", text, COMMAND_LINE)])

@@ -299,6 +299,9 @@ def ranks(draft: ResolverDraft) -> None:
     fewest = _fewest_ranks(draft)
     if target.world_size is not None:
         draft.fill("launcher.ranks", target.world_size, "torchrun started them")
+    elif draft["launcher.kind"] != "local":
+        world = draft["launcher.nodes"] * draft["launcher.ranks_per_node"]
+        draft.fill("launcher.ranks", world, "launcher.nodes · launcher.ranks_per_node")
     elif tp is not None and dp is not None:
         inner = tp * draft["parallelism.pp"] * draft["parallelism.cp"]
         draft.fill("launcher.ranks", inner * dp, "the product of the parallel degrees")
