@@ -11,6 +11,7 @@ pod is given, where Kubernetes would read `$(NAME)` as a variable.
 
 import math
 import re
+import secrets
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -23,13 +24,16 @@ from megaspec.launcher.exit_file import MEANINGS
 from megaspec.launcher.spec import KubernetesLauncher
 from megaspec.spec import Spec
 from megaspec_launchers.node import RESTARTED
-from megaspec_launchers.recipe_file import NAME, recipe_of_job, words_of_job
+from megaspec_launchers.recipe_file import NAME, SECRET_FILE, recipe_of_job, words_of_job
 
 SUBMIT = "kubectl"
 PORT = 29500
 # Of a pod beyond the grace of its ranks: what ends with them.
 MARGIN_SECONDS = 30
 RECIPES = "/etc/megaspec"
+# Of the Secret that the ranks of several pods share, and of its only entry.
+SECRETS = "/etc/megaspec-secret"
+_ENTRY = "secret"
 # What ends a job for good: another start would end so, too.
 FINAL = tuple(code for code in MEANINGS if code != 0 and code not in RESTARTED)
 # Names that Kubeflow's controllers look for.
@@ -45,7 +49,41 @@ def render(spec: Spec) -> str:
     documents = []
     for manifest in manifests(spec):
         documents.append(yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=False))
-    return "---\n".join(documents)
+    return _remarks(spec) + "---\n".join(documents)
+
+
+def secret_name(spec: Spec) -> str | None:
+    """The Secret that a run's pods read; None where one pod has all ranks, which meet inside of it."""
+    if _launcher(spec).nodes == 1:
+        return None
+    return f"{job_name(spec)}-ranks"
+
+
+def _remarks(spec: Spec) -> str:
+    """What stands before the manifests: with what `submit` makes the Secret, which no text holds."""
+    name = secret_name(spec)
+    if name is None:
+        return ""
+    namespace = _launcher(spec).namespace
+    where = "" if namespace is None else f" --namespace {namespace}"
+    text = (
+        "# The ranks of several pods know each other by a secret, which `megaspec train` makes when it submits. Applied"
+    )
+    text += (
+        f" by hand:\n# kubectl create secret generic {name}{where} --from-literal={_ENTRY}=$(openssl rand -hex 32)\n"
+    )
+    return text
+
+
+def secret(spec: Spec) -> str | None:
+    """The manifest of the Secret, with a new value; not pure."""
+    name = secret_name(spec)
+    if name is None:
+        return None
+    metadata = _metadata(spec) | {"name": name}
+    made = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque"}
+    made["stringData"] = {_ENTRY: secrets.token_hex(32)}
+    return yaml.dump(made, Dumper=_Dumper, sort_keys=False)
 
 
 def manifests(spec: Spec) -> list[dict[str, Any]]:
@@ -62,12 +100,16 @@ def manifests(spec: Spec) -> list[dict[str, Any]]:
     return made
 
 
-def submit(text: str) -> str:
-    """Hands manifests to kubectl. -> what it says of each.
+def submit(text: str, specs: Sequence[Spec]) -> str:
+    """Hands manifests of runs to kubectl, and the secrets that they name. -> what it says of each.
 
     RecipeError: there is no kubectl, or it refuses them.
     """
     refuse_missing()
+    for spec in specs:
+        made = secret(spec)
+        if made is not None:
+            text = f"{made}---\n{text}"
     command = [SUBMIT, "apply", "--filename", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, errors="replace")
     if done.returncode:
@@ -275,6 +317,8 @@ def _container(
     words += ["--", *words_of_job(RECIPES, spec.plugins)]
     # what a program writes into its home, and what compilers keep, goes with the pod
     variables = {"HOME": "/tmp", **launcher.env}
+    if secret_name(spec) is not None:
+        variables[SECRET_FILE] = f"{SECRETS}/{_ENTRY}"
     resources: dict[str, str] = dict(launcher.resources)
     if launcher.hardware != "cpu":
         resources[launcher.gpu_resource] = str(launcher.ranks_per_node)
@@ -293,7 +337,7 @@ def _container(
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        "volumeMounts": _mounts(launcher),
+        "volumeMounts": _mounts(spec, launcher),
     }
     if resources:
         made["resources"] = {"requests": resources, "limits": dict(resources)}
@@ -311,6 +355,9 @@ def _volumes(spec: Spec, launcher: KubernetesLauncher) -> list[dict[str, Any]]:
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": launcher.shm}},
         {"name": "tmp", "emptyDir": {}},
     ]
+    if secret_name(spec) is not None:
+        # to the pods' own group alone
+        made.append({"name": "secret", "secret": {"secretName": secret_name(spec), "defaultMode": 0o440}})
     for number, volume in enumerate(launcher.volumes):
         claim: dict[str, Any] = {"claimName": volume.claim}
         if volume.read_only:
@@ -319,12 +366,14 @@ def _volumes(spec: Spec, launcher: KubernetesLauncher) -> list[dict[str, Any]]:
     return made
 
 
-def _mounts(launcher: KubernetesLauncher) -> list[dict[str, Any]]:
+def _mounts(spec: Spec, launcher: KubernetesLauncher) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = [
         {"name": "recipe", "mountPath": f"{RECIPES}/recipes", "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
         {"name": "tmp", "mountPath": "/tmp"},
     ]
+    if secret_name(spec) is not None:
+        made.append({"name": "secret", "mountPath": SECRETS, "readOnly": True})
     for number, volume in enumerate(launcher.volumes):
         mount: dict[str, Any] = {"name": f"volume-{number}", "mountPath": volume.path}
         if volume.read_only:

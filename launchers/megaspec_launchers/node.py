@@ -103,7 +103,7 @@ def run_node(node: Node, command: Sequence[str], *, run_dir: Path, grace_seconds
     """Starts `command` once for each rank of a node, and returns when all have ended. -> the run's exit code.
 
     SIGTERM, SIGINT, SIGHUP or SIGUSR1 here reaches every rank as SIGTERM; ranks that still run `grace_seconds` later,
-    or at a second request, are killed. When a rank fails the others are stopped. SIGUSR2 makes ranks write their stacks.
+    or at a second request, are killed. When a rank fails the others are stopped. SIGUSR2 makes ranks write stacks.
     """
     before = read_exit(run_dir)
     killed_before = memory_kills()

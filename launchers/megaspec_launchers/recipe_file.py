@@ -10,6 +10,8 @@ from megaspec.spec import Spec
 
 # Under which a job's recipe lies in a folder of its own: no recipe of the user's is called so.
 NAME = "of-this-job"
+# Names the file with the secret that the ranks of several nodes share.
+SECRET_FILE = "MEGASPEC_RUN_SECRET_FILE"
 
 
 def whole_recipe(content: Mapping[str, Any], remark: Callable[[str], str] | None = None) -> Iterator[str]:

@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from megaspec.core.errors import HangError, Preempted, Problem, RecipeError
 from megaspec.launcher.spec import SlurmContainer, SlurmLauncher
 from megaspec.spec import Spec
-from megaspec_launchers.recipe_file import NAME, recipe_of_job, words_of_job
+from megaspec_launchers.recipe_file import NAME, SECRET_FILE, recipe_of_job, words_of_job
 
 SUBMIT = "sbatch"
 # Ends the recipe in the script: no line of a recipe looks so.
@@ -50,7 +50,7 @@ def render_array(specs: Sequence[Spec], *, at_once: int | None = None) -> str:
     return _script(first, list(specs), at_once=at_once)
 
 
-def submit(text: str) -> str:
+def submit(text: str, _: Sequence[Spec]) -> str:
     """Hands a script to sbatch, from the folder where it is called. -> the job's number.
 
     RecipeError: there is no sbatch, or it refuses the job; nothing was started then.
@@ -154,6 +154,11 @@ def _preparation(launcher: SlurmLauncher) -> Iterator[str]:
     yield "trap 'rm -rf \"$job\"' EXIT"
     yield 'rm -rf "$job"'
     yield 'mkdir -p "$job/recipes" || exit 73'
+    if launcher.nodes > 1:
+        yield "# by it ranks know what another rank wrote where they meet; another one in each start of the job"
+        secret = 'head -c 32 /dev/urandom | od -An -v -tx1 | tr -d " \\n" > "$job/secret"'
+        yield f"(umask 077 && {secret}) || exit 73"
+        yield f'export {SECRET_FILE}="$job/secret"'
 
 
 def _recipe(spec: Spec) -> Iterator[str]:

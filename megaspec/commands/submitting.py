@@ -28,7 +28,7 @@ from megaspec.sweep.words import OWN_LAUNCHER, read_words
 from megaspec_launchers import kubernetes, slurm
 
 SCHEDULERS: dict[str, ModuleType] = {"slurm": slurm, "kubernetes": kubernetes}
-"""By launcher.kind: `render(spec)`, `submit(text)` and `refuse_missing()`."""
+"""By launcher.kind: `render(spec)`, `submit(text, specs)` and `refuse_missing()`."""
 
 
 def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memory: str, prints: bool) -> int:
@@ -54,7 +54,7 @@ def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memo
         print(text, end="")
         return 0
     print_plan(spec, target, terminal())
-    said = scheduler.submit(text)
+    said = scheduler.submit(text, [spec])
     print(printable(f"{launcher.kind}: submitted {said}; the run is in {spec.run_dir}", keep="\n"))
     return 0
 
@@ -92,6 +92,7 @@ def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: Cl
         text = f"launcher.kind={launcher.kind} submits the points of a grid; drop sweep.kind={taken.spec.kind} and "
         text += "hydra/launcher, or set launcher=local to run points from here"
         raise RecipeError([Problem("launcher.kind", text)])
+    # of every point the same, see _point_target
     specs = specs_of_points(taken, config_dirs, partial(_point_target, launcher=launcher))
     if isinstance(launcher, SlurmLauncher):
         at_once = None if taken.spec.slots == AUTO else taken.spec.slots
@@ -101,7 +102,7 @@ def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: Cl
     if prints:
         print(text, end="")
         return 0
-    said = scheduler.submit(text)
+    said = scheduler.submit(text, specs)
     folder = Path(specs[0].run_dir).parent
     print(printable(f"{launcher.kind}: submitted {said}; {len(specs)} runs are in {folder}", keep="\n"))
     return 0

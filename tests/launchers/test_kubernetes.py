@@ -115,6 +115,7 @@ def test_a_key_that_no_class_knows_is_found():
 def test_kubernetes_schemas_take_it(name):
     made = documents(texts()[name])
     kubernetes_validate.validate(made["ConfigMap"], VERSION, strict=True)
+    kubernetes_validate.validate(yaml.safe_load(kubernetes.secret(spec_of(*JOBS[name]))), VERSION, strict=True)
     for template in pod_templates(made):
         spec = {"restartPolicy": "Never", **template["spec"]}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", **template["metadata"]}, "spec": spec}
@@ -186,6 +187,19 @@ def test_what_starts_pods_again():
     replicas = documents(texts()["kubernetes-pytorchjob"])["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
     assert all(replica["restartPolicy"] == "ExitCode" for replica in replicas.values())
     assert "--retryable" in replicas["Master"]["template"]["spec"]["containers"][0]["command"]
+
+
+def test_ranks_of_several_pods_share_a_secret():
+    (template,) = pod_templates(documents(texts()["kubernetes-jobset"]))
+    (container,) = template["spec"]["containers"]
+    (file,) = [one["value"] for one in container["env"] if one["name"] == "MEGASPEC_RUN_SECRET_FILE"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    (volume,) = [volume for volume in template["spec"]["volumes"] if volume["name"] == "secret"]
+    assert file == f"{mounts['secret']}/secret"
+    # not to everybody in the pod: its group may read it
+    assert volume["secret"] == {"secretName": "hello-ranks", "defaultMode": 0o440}
+    alone = kubernetes.render(spec_of(*PODS[:2], "launcher.nodes=1", *PODS[4:]))
+    assert "secret" not in alone
 
 
 def test_kueue_and_topology():
@@ -269,7 +283,11 @@ print(" ".join(sys.argv[1:]))
     write_program(here / "kubectl", kubectl)
     assert main(["train", "recipe=hello", *PODS]) == 0
     assert "kubernetes: submitted apply --filename -" in capsys.readouterr().out
-    assert (here / "applied").read_text() == printed.out
+    secret, _, applied = (here / "applied").read_text().partition("---\n")
+    assert applied == printed.out
+    # made anew for each submission, and printed nowhere
+    assert re.fullmatch("[0-9a-f]{64}", yaml.safe_load(secret)["stringData"]["secret"])
+    assert "kubectl create secret generic hello-ranks --from-literal=secret=" in printed.out
     write_program(here / "kubectl", "#!/bin/sh\necho 'error: no matches for kind TrainJob' >&2\nexit 1\n")
     monkeypatch.setenv("PATH", f"{here}{os.pathsep}/bin{os.pathsep}/usr/bin")
     assert main(["train", "recipe=hello", *PODS]) == 64

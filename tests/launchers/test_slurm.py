@@ -211,6 +211,22 @@ def test_containers_see_the_run(programs, tmp_path):
     assert command[:9] == ["apptainer", "exec", "--no-home", *where]
 
 
+def test_ranks_of_several_nodes_share_a_secret(programs, tmp_path):
+    """Made by each start of the job, readable by its user alone, and gone with it."""
+    seen = set()
+    for _ in range(2):
+        text = slurm.render(plain_spec()).replace("\nsrun ", '\nstat -c %a "$job/secret"; cat "$job/secret"\nsrun ', 1)
+        mode, secret = run_script(text, programs, tmp_path, ONLY_DUMP="0").stdout.splitlines()
+        assert mode == "600"
+        assert len(secret) == 64
+        seen.add(secret)
+        said = json.loads((programs / "srun.json").read_text())
+        assert said["environment"]["MEGASPEC_RUN_SECRET_FILE"] == f"{tmp_path}/.megaspec-job-4711/secret"
+    assert len(seen) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert "secret" not in slurm.render(spec_of("launcher=slurm", *ON_CPU)).replace("/secrets", "")
+
+
 # ---- how a job ends
 
 

@@ -28,6 +28,9 @@ job="$PWD/.megaspec-job-$SLURM_JOB_ID"
 trap 'rm -rf "$job"' EXIT
 rm -rf "$job"
 mkdir -p "$job/recipes" || exit 73
+# by it ranks know what another rank wrote where they meet; another one in each start of the job
+(umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d " \n" > "$job/secret") || exit 73
+export MEGASPEC_RUN_SECRET_FILE="$job/secret"
 
 run=/scratch/runs/hello
 cat > "$job/recipes/of-this-job.yaml" <<'END-OF-RECIPE' || exit 73
