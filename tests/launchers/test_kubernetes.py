@@ -226,7 +226,7 @@ def expanded(text: str, variables: dict[str, str]) -> str:
     return re.sub(r"\$\$|\$\(([^)]*)\)", lambda m: "$" if m[0] == "$$" else variables.get(m[1], m[0]), text)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(run_dir=TEXTS, variable=TEXTS, prompt=TEXTS)
 def test_texts_arrive_unchanged(run_dir, variable, prompt):
     if not FIRST:

@@ -160,7 +160,7 @@ def assert_arrives(programs: Path, *, run_dir: str, variable: str, prompt: str, 
     assert len([word for word in said["command"] if word.startswith("--run-dir")]) == 1
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run_dir=TEXTS, variable=TEXTS, prompt=TEXTS, source=TEXTS)
 @example(run_dir="a b/$(touch x)", variable="'; touch x; '", prompt="END-OF-RECIPE", source="a\nEND-OF-RECIPE\nb")
 def test_texts_arrive_unchanged(programs, run_dir, variable, prompt, source):
