@@ -66,7 +66,23 @@ NOT_FOR_RANKS = {
     "LocalLauncher.max_restarts": "megaspec.commands.starting",
     "LocalLauncher.grace_seconds": "megaspec.commands.starting",
     "LocalLauncher.timeout_seconds": "megaspec.commands.starting",
+    # the text of a job says nodes and ranks of a node
+    "SlurmLauncher.ranks": "megaspec.rules.cluster_rules",
+    "KubernetesLauncher.ranks": "megaspec.rules.cluster_rules",
 }
+# Jobs that are printed: together they set every key of their launchers.
+JOBS = (
+    (
+        *("launcher=slurm", "launcher.hardware=H100", "launcher.nodes=2", "train.global_batch=16"),
+        "launcher.container={image: x.sqsh, mounts: [{source: /data}]}",
+    ),
+    (
+        *("launcher=kubernetes", "launcher.hardware=H100", "launcher.image=x", "train.global_batch=8"),
+        "launcher.volumes=[{claim: runs, path: /workspace}]",
+        "launcher.tolerations=[{key: a, value: b, effect: NoExecute}]",
+        "launcher.topology=rack",
+    ),
+)
 TINY = """
 defaults:
   - hello
@@ -240,6 +256,8 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         for name, words in RUNS.items():
             assert cli.main(["train", "recipe=tiny", f"name={name}", *words]) == 0, name
             assert cli.main(["resume", f"runs/{name}", "train.steps=4"]) == 0, name
+        for words in JOBS:
+            assert cli.main(["train", "recipe=tiny", *words, "--print"]) == 0
         # of which family a run's weights were is asked when it is exported; none has chunks and this scaling
         assert cli.main(["hf", "export", "runs/loaded", "exported"]) == 64
         # what weights alone are from, and whether a run has trained them

@@ -21,7 +21,7 @@ import yaml
 
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.launcher.exit_file import MEANINGS
-from megaspec.launcher.spec import KubernetesLauncher
+from megaspec.launcher.spec import KubernetesLauncher, Toleration
 from megaspec.spec import Spec
 from megaspec_launchers.node import RESTARTED
 from megaspec_launchers.recipe_file import NAME, SECRET_FILE, recipe_of_job, words_of_job
@@ -292,7 +292,7 @@ def _pod_template(
     if launcher.node_selector:
         pod["nodeSelector"] = dict(launcher.node_selector)
     if launcher.tolerations:
-        pod["tolerations"] = [_toleration(one.model_dump(exclude_none=True)) for one in launcher.tolerations]
+        pod["tolerations"] = [_toleration(one) for one in launcher.tolerations]
     if launcher.pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in launcher.pull_secrets]
     if launcher.topology is not None and launcher.queue is not None:
@@ -303,9 +303,13 @@ def _pod_template(
     return {"metadata": metadata, "spec": pod}
 
 
-def _toleration(said: dict[str, str]) -> dict[str, str]:
-    operator = "Equal" if "value" in said else "Exists"
-    return {**said, "operator": operator}
+def _toleration(said: Toleration) -> dict[str, str]:
+    made = {"key": said.key, "operator": "Exists"}
+    if said.value is not None:
+        made |= {"operator": "Equal", "value": said.value}
+    if said.effect is not None:
+        made["effect"] = said.effect
+    return made
 
 
 def _container(

@@ -1,8 +1,9 @@
 """How ranks are started."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from megaspec.core.frozen import Auto, ByName, Degree, Frozen, NonNegativeCount, PositiveFloat, PositiveInt
 
@@ -186,4 +187,21 @@ class KubernetesLauncher(ClusterLauncher):
     """Secrets with which the image is pulled."""
 
 
-LauncherSpec = Annotated[LocalLauncher | SlurmLauncher | KubernetesLauncher, Field(discriminator="kind")]
+def _kind_of(said: Any) -> Any:
+    """Which class a section is read as. Without a kind it is of ranks of this machine."""
+    if isinstance(said, Mapping):
+        return said.get("kind", "local")
+    return getattr(said, "kind", None)
+
+
+LauncherSpec = Annotated[
+    Annotated[LocalLauncher, Tag("local")]
+    | Annotated[SlurmLauncher, Tag("slurm")]
+    | Annotated[KubernetesLauncher, Tag("kubernetes")],
+    Discriminator(
+        _kind_of,
+        # what pydantic says of a discriminator that is a field
+        custom_error_type="union_tag_invalid",
+        custom_error_context={"discriminator": "'kind'", "tag": "", "expected_tags": "'local', 'slurm', 'kubernetes'"},
+    ),
+]
