@@ -73,23 +73,19 @@ NOT_FOR_RANKS = {
 # Jobs that are printed: together they set every key of their launchers.
 JOBS = (
     (
-        *(
-            "launcher=slurm",
-            "launcher.hardware=H100",
-            "launcher.nodes=2",
-            "train.global_batch=16",
-            "launcher.ranks=auto",
-        ),
+        "launcher=slurm",
+        "launcher.hardware=H100",
+        "launcher.nodes=2",
+        "launcher.ranks=auto",
+        "train.global_batch=16",
         "launcher.container={image: x.sqsh, mounts: [{source: /data}]}",
     ),
     (
-        *(
-            "launcher=kubernetes",
-            "launcher.hardware=H100",
-            "launcher.image=x",
-            "train.global_batch=8",
-            "launcher.ranks=auto",
-        ),
+        "launcher=kubernetes",
+        "launcher.hardware=H100",
+        "launcher.ranks=auto",
+        "train.global_batch=8",
+        "launcher.image=x",
         "launcher.volumes=[{claim: runs, path: /workspace}]",
         "launcher.tolerations=[{key: a, value: b, effect: NoExecute}]",
         "launcher.topology=rack",
