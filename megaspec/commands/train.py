@@ -5,7 +5,10 @@ from typing import Any
 
 from megaspec.checkable import PartlyError
 from megaspec.commands.starting import Prepared, prepare_new, prepare_resume, refuse_tasks, start
+from megaspec.commands.supervised import SUPERVISE_HELP, supervise
+from megaspec.compose.compose import Composed
 from megaspec.compose.words import compose_words, take, tell_left_out, words_parser
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.estimate.target import Target, detect_target
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import planned_run_dir
@@ -19,11 +22,15 @@ def add_parser(commands: Any) -> None:
     text = "train a recipe: recipe=NAME a.b=c ... [resume=auto] [memory=ignore]"
     command = commands.add_parser("train", help=text, description=text, allow_abbrev=False, parents=[words_parser()])
     command.add_argument("-m", "--multirun", action="store_true", help="run every point of a.b=1,2; sweep.slots=N ...")
+    command.add_argument("--supervise", action="store_true", help=SUPERVISE_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compose, resolve, make the run folder, start the ranks."""
     refuse_tasks()
+    if args.multirun and args.supervise:
+        text = "--supervise keeps one run alive, and -m starts several; drop one of them"
+        raise RecipeError([Problem("", text, COMMAND_LINE, "supervise")])
     if args.multirun:
         return multirun(args.words, args.config_dir)
     how, words = take(args.words, "resume", ("never", "auto"))
@@ -33,13 +40,28 @@ def run(args: argparse.Namespace) -> int:
     except PartlyError as error:
         raise with_rules(error, lambda _: detect_target(), is_for_training=True) from None
 
-    def prepare(target: Target) -> Prepared:
-        tell_left_out(composed)
+    def prepare(target: Target, layout: Composed = composed) -> Prepared:
         folder = planned_run_dir(composed.recipe)
         if how == "auto":
             refuse_unfinished_fork(folder)
         if how == "auto" and is_run(folder):
-            return prepare_resume(folder, composed.recipe, composed.origins, target, memory=memory)
-        return prepare_new(composed, target, folder if how == "auto" else None, memory=memory)
+            recipe = layout.recipe
+            return prepare_resume(folder, recipe, layout.origins, target, memory=memory, kept=composed.recipe)
+        return prepare_new(layout, target, folder if how == "auto" else None, memory=memory, kept=composed.recipe)
 
-    return start(prepare)
+    if args.supervise:
+        tell_left_out(composed)
+        return supervise(
+            composed,
+            lambda target, option: prepare(target, option.composed),
+            place=planned_run_dir(composed.recipe),
+            memory=memory,
+            config_dirs=args.config_dir,
+        )
+
+    def tell_and_prepare(target: Target) -> Prepared:
+        # under torchrun by rank 0 alone
+        tell_left_out(composed)
+        return prepare(target)
+
+    return start(tell_and_prepare)

@@ -352,8 +352,11 @@ def _rank_for_each_gpu(draft: ResolverDraft, *, tp: int | None, dp: int | None, 
 def _rank_for_each_core(draft: ResolverDraft, *, multiple_of: int) -> None:
     """Without a GPU: the largest multiple that the cores have room for, and one multiple at least."""
     most = min(CPU_RANKS, draft.target.cores)
-    n_ranks = max(multiple_of, most // multiple_of * multiple_of)
     reason = f"no GPU: one per core up to {CPU_RANKS}, a multiple of the degrees that are set"
+    if draft.target.places is not None:
+        most = draft.target.places
+        reason = f"one for each of the {most} devices that may be used, a multiple of the degrees that are set"
+    n_ranks = max(multiple_of, most // multiple_of * multiple_of)
     draft.fill("launcher.ranks", n_ranks, reason)
 
 
