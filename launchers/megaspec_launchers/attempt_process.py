@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -44,6 +44,7 @@ class AttemptResult:
     code: int
     why: str
     layout: str = ""
+    """In words; "" where it ended before it had one."""
     world_size: int = 0
     is_planned: bool = False
     """It was asked to end since devices went or came back."""
@@ -106,20 +107,16 @@ class AttemptProcess:
             return False
         return True
 
-    def receive(self) -> dict[str, Any] | None:
-        """What an attempt came to, once it has come whole, else {}; None when the process is gone."""
+    def receive(self) -> list[dict[str, Any]] | None:
+        """What it tells of an attempt, see `Attempts.make` of megaspec/commands/attempt.py; None when it is gone."""
         try:
             data = self._socket.recv(1 << 16)
         except ConnectionResetError:
             data = b""
         if not data:
             return None
-        self._buffer += data
-        line, newline, rest = self._buffer.partition(b"\n")
-        if not newline:
-            return {}
-        self._buffer = rest
-        return json.loads(line)
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        return [json.loads(line) for line in lines]
 
     def signal(self, number: int) -> None:
         """Signals it; nothing happens when it has ended."""
@@ -194,6 +191,7 @@ def watch_attempt(
     `look_seconds`. A process that is found stopped (SIGSTOP) for a while is killed, and so is one that does not end in
     time.
     """
+    layout: dict[str, Any] = {}
     stops_told = 0
     stacks_told = stop.stacks
     replaced_for = ""
@@ -209,16 +207,20 @@ def watch_attempt(
                 if key.fileobj is stop:
                     stop.clear()
                     continue
-                message = process.receive()
-                if message is None:
+                messages = process.receive()
+                if messages is None:
                     result = process.ended()
                     if killed_for:
                         result = AttemptResult(HANG, killed_for)
+                    return replace(result, **layout)
+                for message in messages:
+                    if "code" not in message:
+                        layout = message
+                        continue
+                    result = AttemptResult(**message, **layout)
+                    if replaced_for and result.code == PREEMPTED and not stop.count:
+                        result = replace(result, why=replaced_for, is_planned=True)
                     return result
-                if message:
-                    is_planned = bool(replaced_for) and message["code"] == PREEMPTED and not stop.count
-                    why = replaced_for if is_planned else message["why"]
-                    return AttemptResult(**(message | {"why": why, "is_planned": is_planned}))
             now = time.monotonic()
             if stop.stacks > stacks_told:
                 stacks_told = stop.stacks

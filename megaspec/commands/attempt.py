@@ -13,7 +13,9 @@ if __name__ == "__main__":
     leave_on_request(["resume"])  # first of all: what follows takes seconds to import
 
 import json
+import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,30 +55,32 @@ class Attempts:
     factory: RankFactory | None = None
     ranks: int = 0
     """Ranks that the factory's threads are shared out for."""
-    shown: str = ""
+    shown: dict[str, Any] = field(default_factory=dict)
     """The layout whose plan was printed last."""
     outcome: Outcome = field(default_factory=lambda: Outcome(0, None))
 
-    def make(self, job: dict[str, Any]) -> dict[str, Any]:
-        """One attempt: {"attempt", "why", "places"} -> the fields of an AttemptResult."""
+    def make(self, job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+        """One attempt: {"attempt", "why", "places"}. Tells its layout, {"layout", "world_size"}, once it has one, and
+        in the end {"code", "why", "has_no_layout"}."""
         target = detect_target()
         if target.device != "cuda":
             target = target.model_copy(update={"places": job["places"]})
         try:
             taken, prepared = prepare_attempt(self.setup, target)
         except MegaspecError as error:
-            return _failed(error)
+            tell(_failed(error))
+            return
         layout = {"layout": taken.option.name, "world_size": prepared.spec.world_size}
+        tell(layout)
         folder = prepared.folder
         self._warm_up(prepared.spec.world_size)
-        shown = json.dumps(layout)
         self.outcome = Outcome(0, None)
         try:
             code = start_ranks(
                 prepared,
                 target,
                 record=lambda: exit_file.begin(folder, step=newest_step(folder)),
-                is_shown=shown != self.shown,
+                is_shown=layout != self.shown,
                 gives_up=False,
                 arguments={"why": job["why"]},
                 entry=self.setup.entry,
@@ -87,16 +91,19 @@ class Attempts:
                 heard=self._hear,
             )
         except MegaspecError as error:
-            return _failed(error) | layout
-        self.shown = shown
-        return {"code": code, "why": str(self.outcome)} | layout
+            tell(_failed(error))
+            return
+        self.shown = layout
+        tell({"code": code, "why": str(self.outcome), "has_no_layout": False})
 
     def _hear(self, outcome: Outcome) -> None:
         self.outcome = outcome
 
     def _warm_up(self, ranks: int) -> None:
         """A process that forks ranks, with the threads of so many."""
-        if self.factory is not None and self.ranks == ranks:
+        # a number that the environment says is the same for any number of ranks
+        is_same = self.ranks == ranks or "OMP_NUM_THREADS" in os.environ
+        if self.factory is not None and is_same:
             return
         self.close()
         module, _, _ = self.setup.entry.partition(":")
@@ -135,12 +142,15 @@ def _failed(error: MegaspecError) -> dict[str, Any]:
 def serve(setup: Setup, control: socket.socket) -> None:
     """Makes attempts until the supervisor is gone."""
     attempts = Attempts(setup)
+
+    def tell(message: dict[str, Any]) -> None:
+        sys.stdout.flush()
+        control.sendall(json.dumps(message).encode() + b"\n")
+
     try:
         with control, control.makefile("rb") as jobs:
             for line in jobs:
-                result = attempts.make(json.loads(line))
-                sys.stdout.flush()
-                control.sendall(json.dumps(result).encode() + b"\n")
+                attempts.make(json.loads(line), tell)
     except (BrokenPipeError, ConnectionResetError):
         pass  # the supervisor is gone
     finally:

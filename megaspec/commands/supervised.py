@@ -196,7 +196,7 @@ class Supervisor:
         start = AttemptStart(attempt, socket.gethostname(), os.getpid(), self.devices, why)
         self._note(start)
         if why:
-            _say(f"attempt {attempt}{self._on_devices()}: {why}")
+            _say(f"attempt {attempt} begins{self._on_devices()}")
         process = self._process_for_devices()
         places = None
         if self.devices is not None:

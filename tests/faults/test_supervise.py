@@ -1,0 +1,157 @@
+"""`--supervise`: a run that goes on through kills of ranks and launcher, lost, returned and suspected devices."""
+
+import json
+import os
+import signal
+
+import numpy as np
+
+from megaspec.launcher.attempts import read_attempts
+from megaspec.launcher.exit_file import read_exit
+from megaspec.launcher.suspects import read_avoided
+from megaspec.log.jsonl import read_metrics
+from megaspec.recipe import Recipe
+from megaspec.run_folder import newest_step
+from tests.faults.runs import go, make_run, newest, recipe
+from tests.faults.supervised import family, is_gone, plan_faults, supervised, wait_until
+
+FAST = {"first_wait_seconds": 0.05, "longest_wait_seconds": 0.2, "look_seconds": 0.2}
+
+
+def a_recipe(*, ranks=2, layouts=(), batch=4, steps=24, **launcher):
+    """Data-parallel ranks in fp64; a layout of each smaller number where `layouts` names them."""
+    fields = json.loads(recipe(tp=1, steps=steps).model_dump_json())
+    fields["precision"] = {"kind": "fp64"}
+    fields["parallelism"] = {"tp": 1, "dp_replicate": ranks}
+    fields["train"]["global_batch"] = batch
+    fields["train"]["micro_batch"] = 1
+    fields["launcher"] |= {"ranks": ranks, "layouts": words_of(layouts), "restarts": FAST} | launcher
+    return Recipe.model_validate_json(json.dumps(fields))
+
+
+def words_of(layouts):
+    return [[f"parallelism.dp_replicate={ranks}", f"launcher.ranks={ranks}"] for ranks in layouts]
+
+
+def taken(run):
+    """The samples of each step, in their order."""
+    return [(line["first_sample"], line["samples"]) for line in steps_of(run)]
+
+
+def steps_of(run):
+    return [line for line in read_metrics(run / "metrics.jsonl") if line["event"] == "step"]
+
+
+def weights_of(run):
+    """Step and weights of the newest checkpoint, as numbers."""
+    step, tensors, _ = newest(run)
+    weights = {}
+    for name, data in tensors.items():
+        if name.startswith("model/"):
+            weights[name] = np.frombuffer(data, dtype=np.float64)
+    return step, weights
+
+
+def assert_same_course(run, undisturbed, *, within):
+    """Losses, gradient norms and the last weights lie within so much of the undisturbed run's; no sample is lost or
+    taken twice."""
+    assert taken(run) == taken(undisturbed)
+    assert [line["step"] for line in steps_of(run)] == [line["step"] for line in steps_of(undisturbed)]
+    for name in ("loss", "grad_norm"):
+        mine = np.array([line[name] for line in steps_of(run)])
+        theirs = np.array([line[name] for line in steps_of(undisturbed)])
+        assert np.abs(mine / theirs - 1).max() <= within, name
+    step, weights = weights_of(run)
+    last, expected = weights_of(undisturbed)
+    assert step == last
+    assert weights.keys() == expected.keys() != set()
+    for name, theirs in expected.items():
+        assert np.abs(weights[name] - theirs).max() <= within * max(1.0, np.abs(theirs).max()), name
+
+
+def undisturbed_run(tmp_path, factory, recipe, ranks):
+    run = make_run(tmp_path / "undisturbed" / "run", recipe)
+    assert go(run, factory, ranks=ranks) == 0
+    return run
+
+
+def test_a_run_goes_on_through_kills_and_on_the_devices_that_are_left(tmp_path, factory):
+    asked = a_recipe(layouts=(1,))
+    run = make_run(tmp_path / "run", asked)
+    (run / "devices").write_text("0, 1 2\n")
+    plan_faults(
+        run,
+        {
+            0: {"rank": 1, "kind": "kill", "count": 5},
+            1: {"rank": 0, "kind": "launcher", "count": 4},
+            # device 1 is rank 1's: the spare takes its place
+            2: {"rank": 0, "kind": "suspect", "count": 4, "suspects": [1]},
+            3: {"rank": 1, "kind": "devices", "count": 4, "devices": "2", "dies": True},
+            4: {"rank": 0, "kind": "devices", "count": 4, "devices": "2,0"},
+        },
+    )
+    with supervised(run) as supervisor:
+        _, said = supervisor.communicate(timeout=120)
+    assert supervisor.returncode == 0, said
+    attempts = read_attempts(run)
+    assert [attempt.end.world_size for attempt in attempts] == [2, 2, 2, 2, 1, 2], said
+    assert [attempt.end.code for attempt in attempts] == [74, 74, 77, 74, 75, 0]
+    assert [attempt.start.devices for attempt in attempts] == [
+        ("0", "1", "2"),
+        ("0", "1", "2"),
+        ("0", "1", "2"),
+        ("0", "2"),
+        ("2",),
+        ("2", "0"),
+    ]
+    assert "rank 1 was killed by SIGKILL" in attempts[0].end.reason
+    assert attempts[1].end.reason == "the launcher was killed by SIGKILL"
+    assert attempts[2].start.why == f"attempt 1 ended: {attempts[1].end.reason}"
+    assert attempts[4].end.reason == "devices came back: 2 ranks in place of 1"
+    assert attempts[4].end.layout == "parallelism.dp_replicate=1 launcher.ranks=1"
+    assert [(one.device, one.attempt) for one in read_avoided(run)] == [("1", 2)]
+    begun = [line for line in read_metrics(run / "metrics.jsonl") if line["event"] == "start"][-1]
+    assert begun["attempt"] == 5
+    assert begun["why"] == f"attempt 4 ended: {attempts[4].end.reason}"
+    # the run keeps the recipe that it began with
+    assert json.loads((run / "recipe.json").read_text())["launcher"]["ranks"] == 2
+    assert_same_course(run, undisturbed_run(tmp_path, factory, asked, 2), within=1e-12)
+
+
+def test_a_crash_loop_ends_after_a_few_attempts(tmp_path):
+    run = make_run(tmp_path / "run", a_recipe())
+    plan_faults(run, {attempt: {"rank": 1, "kind": "kill", "count": 2} for attempt in range(9)})
+    with supervised(run) as supervisor:
+        _, said = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 70, said
+    assert [attempt.end.code for attempt in read_attempts(run)] == [74, 74, 74]
+    assert "given up with exit code 70: 3 attempts in a row saved no new step" in said
+    last = read_exit(run)
+    assert (last.code, last.step) == (70, 0)
+    assert "the supervisor starts it no more" in last.meaning
+
+
+def test_nothing_outlives_a_killed_supervisor_and_a_request_to_stop_is_saved(tmp_path):
+    run = make_run(tmp_path / "run", a_recipe(steps=2000))
+    plan_faults(run, {})
+    with supervised(run) as supervisor:
+        wait_until(lambda: newest_step(run) >= 3)
+        below = family(supervisor.pid)
+        assert len(below) == 4  # the launcher, the process that forks ranks, two ranks
+        with supervised(run) as second:
+            second.communicate(timeout=30)
+        assert second.returncode == 78
+        os.kill(supervisor.pid, signal.SIGKILL)
+        wait_until(lambda: all(is_gone(pid) for pid in below), seconds=5)
+    saved = newest_step(run)
+    with supervised(run) as supervisor:
+        wait_until(lambda: newest_step(run) > saved)
+        below = family(supervisor.pid)
+        os.kill(supervisor.pid, signal.SIGTERM)
+        _, said = supervisor.communicate(timeout=30)
+    assert supervisor.returncode == 75, said
+    assert all(is_gone(pid) for pid in below)
+    attempts = read_attempts(run)
+    assert [attempt.end is None for attempt in attempts] == [True, False]
+    assert attempts[1].start.why == "the supervisor before this one ended without a word"
+    assert attempts[1].end.saved == attempts[1].end.step == newest_step(run) == read_exit(run).step
