@@ -14,10 +14,27 @@ from megaspec.launcher.spec import SEARCH
 from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
-from megaspec.search.tune import SEARCHED
 from megaspec.spec import Spec
 
 T = TypeVar("T")
+
+# What `search` leaves to the resolver, whatever the recipe says: all that it can decide.
+_OPEN = (
+    "parallelism.tp",
+    "parallelism.pp",
+    "parallelism.cp",
+    "parallelism.ep",
+    "parallelism.dp_replicate",
+    "parallelism.dp_shard",
+    "parallelism.dp_strategy",
+    "parallelism.sequence_parallel",
+    "parallelism.recompute.kind",
+    "parallelism.pipeline.schedule",
+    "parallelism.pipeline.virtual_stages",
+    "parallelism.pipeline.micro_batch_group",
+    "parallelism.pipeline.layout",
+    "train.micro_batch",
+)
 
 KEY = "launcher.layouts"
 RECIPES_OWN = "as the recipe says"
@@ -54,6 +71,9 @@ def layout_options(composed: Composed, config_dirs: Sequence[str] = ()) -> list[
         return [*options, LayoutOption(SEARCH, replace(composed, recipe=_all_open(composed.recipe)))]
     problems: list[Problem] = []
     content = composed.recipe.model_dump(mode="json")
+    # those of the recipe go with its own degrees; without a word for them, a layout takes what its degrees make, or
+    # what is left
+    content["launcher"]["ranks"] = AUTO
     for number, words in enumerate(layouts):
         try:
             made = recompose(content, "recipe", list(words), config_dirs)
@@ -61,6 +81,7 @@ def layout_options(composed: Composed, config_dirs: Sequence[str] = ()) -> list[
             problems += _of_layout(number, error.problems)
             continue
         origins = dict(composed.origins)
+        origins.pop("launcher.ranks", None)
         for key, origin in made.origins.items():
             if origin != "recipe":
                 # what the words set, and files of the choices that they name
@@ -75,7 +96,7 @@ def _all_open(recipe: Recipe) -> Recipe:
     """The recipe with all that a search decides left open."""
     content = recipe.model_dump(mode="json")
     content["launcher"]["ranks"] = AUTO
-    for key in (*SEARCHED, "parallelism.dp_replicate", "parallelism.dp_shard", "parallelism.sequence_parallel"):
+    for key in _OPEN:
         *sections, name = key.split(".")
         section = content
         for one in sections:
@@ -139,11 +160,15 @@ def specs_of_list(options: Sequence[LayoutOption], target: Target, facts: Facts)
         try:
             specs.append(resolve_layout(option, machine, facts))
         except RecipeError as error:
-            own = [problem for problem in error.problems if not problem.code.startswith(_OF_WEIGHTS)]
-            problems += _of_layout(number, own)
+            problems += _of_layout(number, [problem for problem in error.problems if not _is_told(problem)])
     if problems:
         raise RecipeError(problems)
     return specs
+
+
+def _is_told(problem: Problem) -> bool:
+    """Whether the recipe itself has the problem, and is told of it where it is resolved."""
+    return problem.code.startswith(_OF_WEIGHTS) or problem.key.startswith(KEY)
 
 
 def resolve_layout(option: LayoutOption, target: Target, facts: Facts) -> Spec:

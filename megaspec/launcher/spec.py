@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megaspec.core.frozen import Auto, Degree, Frozen, NonNegativeCount, NonNegativeFloat, PositiveCount, PositiveFloat
 
-LayoutWord = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.]{0,127}=.{1,256}$")]
+LayoutWord = Annotated[str, Field(min_length=1, max_length=256)]
 SEARCH: Literal["search"] = "search"
 
 
@@ -40,8 +40,9 @@ class LocalLauncher(Frozen):
     """How `--supervise` starts it again."""
     layouts: tuple[tuple[LayoutWord, ...], ...] | Literal["search"] = ()
     """What `--supervise` takes where the layout of the recipe does not fit the devices that are left: the first of this
-    list that does, each a list of words such as `parallelism.tp=1`; or `search`, the fastest of all that fit. The
-    global batch and the order of the data stay."""
+    list that does, each a list of words such as `parallelism.tp=1`; or `search`, the fastest of all that fit. Without
+    `launcher.ranks` among its words a layout has the ranks that its degrees make, or one for each device that is left.
+    The global batch and the order of the data stay."""
     grace_seconds: PositiveFloat = 30.0
     """Time that ranks have to finish their step and save after SIGTERM, SIGUSR1 or Ctrl-C before they are killed."""
     timeout_seconds: PositiveFloat = 600.0

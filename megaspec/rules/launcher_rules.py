@@ -28,8 +28,9 @@ def layouts_divide_the_work_alone(case: Case) -> Problem | None:
         return None
     for number, words in enumerate(layouts):
         for word in words:
-            path = word.partition("=")[0]
-            if path.partition(".")[0] in LAYOUT_SECTIONS or path in LAYOUT_KEYS:
+            path, equals, _ = word.partition("=")
+            is_layout = path.partition(".")[0] in LAYOUT_SECTIONS or path in LAYOUT_KEYS
+            if equals and is_layout:
                 continue
             key = f"launcher.layouts.{number}"
             text = f"{key}: {word} is no layout: keys of parallelism and kernels, launcher.ranks and train.micro_batch"
