@@ -65,7 +65,6 @@ NOT_FOR_RANKS = {
     "InitSpec.step": "megaspec.resolve.gather",
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
     "LocalLauncher.max_restarts": "megaspec.commands.starting",
-    "LocalLauncher.restarts": "megaspec.commands.supervised",
     "LocalLauncher.layouts": "megaspec.commands.layouts",
     "RestartsSpec.look_seconds": "megaspec.commands.supervised",
     **{

@@ -5,6 +5,7 @@ import os
 import signal
 
 import numpy as np
+import pytest
 
 from megaspec.launcher.attempts import read_attempts
 from megaspec.launcher.exit_file import read_exit
@@ -155,3 +156,28 @@ def test_nothing_outlives_a_killed_supervisor_and_a_request_to_stop_is_saved(tmp
     assert [attempt.end is None for attempt in attempts] == [True, False]
     assert attempts[1].start.why == "the supervisor before this one ended without a word"
     assert attempts[1].end.saved == attempts[1].end.step == newest_step(run) == read_exit(run).step
+
+
+@pytest.mark.slow
+def test_four_three_two_and_four_ranks_again(tmp_path, factory, tell):
+    asked = a_recipe(ranks=4, layouts=(3, 2), batch=12, steps=60)
+    run = make_run(tmp_path / "run", asked)
+    (run / "devices").write_text("0,1,2,3")
+    plan_faults(
+        run,
+        {
+            0: {"rank": 3, "kind": "devices", "count": 11, "devices": "0,1,2", "dies": True},
+            1: {"rank": 1, "kind": "devices", "count": 11, "devices": "0,2", "dies": True},
+            2: {"rank": 0, "kind": "devices", "count": 11, "devices": "0,2,1,3"},
+            3: {"rank": 2, "kind": "kill", "count": 7},
+        },
+    )
+    with supervised(run) as supervisor:
+        _, said = supervisor.communicate(timeout=240)
+    assert supervisor.returncode == 0, said
+    attempts = read_attempts(run)
+    assert [attempt.end.world_size for attempt in attempts] == [4, 3, 2, 4, 4], said
+    assert [attempt.end.code for attempt in attempts] == [74, 74, 75, 74, 0]
+    assert_same_course(run, undisturbed_run(tmp_path, factory, asked, 4), within=1e-12)
+    last = steps_of(run)[-1]
+    tell(f"4 → 3 → 2 → 4 ranks: {len(steps_of(run))} steps, samples 0 to {last['samples']} once each, within 1e-12")
