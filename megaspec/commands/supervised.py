@@ -55,6 +55,8 @@ SUPERVISE_HELP = (
     "start the run again after failures, on the devices that are left (launcher.restarts, launcher.layouts)"
 )
 _CUDA = "CUDA_VISIBLE_DEVICES"
+# Devices that the console names.
+_MOST_SHOWN = 16
 
 Prepare = Callable[[Target, LayoutOption], Prepared]
 
@@ -365,7 +367,10 @@ class Supervisor:
     def _on_devices(self) -> str:
         if self.devices is None:
             return ""
-        return f" with devices {', '.join(self.devices)}"
+        text = ", ".join(self.devices[:_MOST_SHOWN])
+        if len(self.devices) > _MOST_SHOWN:
+            text += f" and {len(self.devices) - _MOST_SHOWN} more"
+        return f" with devices {text}"
 
 
 def _what_was_before(end: AttemptEnd | None) -> str:
