@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megaspec.checkpoint.lock import RunLock
@@ -26,6 +26,7 @@ from megaspec.commands.layouts import LayoutOption, first_that_fits, layout_opti
 from megaspec.commands.starting import Prepared, record_environment
 from megaspec.compose.compose import Composed, recompose
 from megaspec.core.errors import (
+    HardwareError,
     MegaspecError,
     Preempted,
     Problem,
@@ -37,10 +38,18 @@ from megaspec.core.errors import (
 from megaspec.core.regular_files import open_inside
 from megaspec.estimate.target import Target, detect_target, gpu_identifiers
 from megaspec.launcher import exit_file
-from megaspec.launcher.attempts import ATTEMPTS, AttemptEnd, AttemptStart, last_step, read_attempts, tell_attempt
+from megaspec.launcher.attempts import (
+    ATTEMPTS,
+    Attempt,
+    AttemptEnd,
+    AttemptStart,
+    last_step,
+    read_attempts,
+    tell_attempt,
+)
 from megaspec.launcher.devices import named_devices, usable_devices
 from megaspec.launcher.spec import LauncherSpec
-from megaspec.launcher.suspects import Avoided, avoid, read_avoided, read_suspects
+from megaspec.launcher.suspects import AVOIDED, Avoided, avoid, avoided_hosts, read_avoided, read_suspects
 from megaspec.log.sinks import METRICS
 from megaspec.plugins import loaded
 from megaspec.resolve.gather import gather_facts
@@ -51,9 +60,9 @@ from megaspec_launchers.restarts import HARDWARE, Ended, Verdict, decide
 from megaspec_launchers.signals import StopRequests
 
 INTERRUPTED = 130
-SUPERVISE_HELP = (
-    "start the run again after failures, on the devices that are left (launcher.restarts, launcher.layouts)"
-)
+HOST_FAILURES = 2
+"""So many attempts that end with suspected hardware of no named device, and the run keeps away from their host."""
+SUPERVISE_HELP = "start the run again after failures, on the devices left (launcher.restarts, launcher.layouts)"
 _CUDA = "CUDA_VISIBLE_DEVICES"
 # Devices that the console names.
 _MOST_SHOWN = 16
@@ -73,6 +82,16 @@ def refuse_other_starters(launcher: LauncherSpec) -> None:
         raise RecipeError([Problem("launcher.max_restarts", text, code="supervise")])
 
 
+def refuse_avoided_host(place: Path) -> None:
+    """HardwareError: the run keeps away from this host."""
+    host = socket.gethostname()
+    why = avoided_hosts(place).get(host)
+    if why is None:
+        return
+    text = f"host {host} failed this run {HOST_FAILURES} times ({why}); start it on another one, or delete the line of"
+    raise HardwareError(f"{text} {host} in {place / AVOIDED} once it is mended")
+
+
 def supervise(
     composed: Composed,
     prepare: Prepare,
@@ -89,6 +108,7 @@ def supervise(
     of its list is wrong. RunLockedError: it has a supervisor, or another job has it.
     """
     refuse_other_starters(composed.recipe.launcher)
+    refuse_avoided_host(place)
     options = layout_options(composed, config_dirs)
     target = target_with(detect_target(), machine_devices(place))
     specs_of_list(options, target, gather_facts(composed.recipe))
@@ -215,7 +235,7 @@ class Supervisor:
             )
         if result.has_no_layout and self.ends:
             # there were devices enough when this supervisor started
-            result = AttemptResult(HARDWARE, f"{result.why} (devices were lost, or are avoided)")
+            result = replace(result, code=HARDWARE, why=f"devices were lost, or are avoided: {result.why}")
         return result
 
     def _process_for_devices(self) -> AttemptProcess:
@@ -272,15 +292,18 @@ class Supervisor:
         """What follows an attempt; it is written down."""
         saved = newest_step(self.folder)
         spec = read_run(self.folder).spec
-        if result.code == HARDWARE:
+        if result.code == HARDWARE and not result.has_no_layout:
             self._avoid_suspects(attempt)
         self.ends.append(Ended(time.monotonic(), result.code, saved > self.newest, result.is_planned))
         from_step = self.newest
         self.newest = max(self.newest, saved)
         if self.stop.count:
             verdict = Verdict(False, result.code, f"{self.stop.last} asked the supervisor to stop")
-        elif result.code == HARDWARE and self._has_no_other_device(attempt):
-            verdict = Verdict(False, HARDWARE, "nothing says which device to keep away from, or there is no other")
+        elif result.has_no_layout:
+            verdict = Verdict(False, result.code, "no layout fits the devices that are left")
+        elif result.code == HARDWARE and socket.gethostname() in avoided_hosts(self.folder):
+            why = f"host {socket.gethostname()} failed {HOST_FAILURES} times; start the run on another one"
+            verdict = Verdict(False, HARDWARE, why)
         else:
             verdict = decide(self.ends, spec.launcher.restarts, spread=random.random())
         end = AttemptEnd(
@@ -301,23 +324,27 @@ class Supervisor:
 
     def _avoid_suspects(self, attempt: int) -> None:
         """Keeps the devices of suspected ranks away from what follows."""
-        if self.devices is None:
+        suspects = read_suspects(self.folder, attempt)
+        named = self.devices or ()
+        host = socket.gethostname()
+        for rank, why in suspects.items():
+            if rank < len(named):
+                _say(f"device {named[rank]} (rank {rank}) is not used again: {why}")
+                self._avoid(Avoided(host, named[rank], attempt, why))
+        if any(rank < len(named) for rank in suspects):
             return
-        for rank, why in read_suspects(self.folder, attempt).items():
-            if rank >= len(self.devices):
-                continue
-            device = self.devices[rank]
-            _say(f"device {device} (rank {rank}) is not used again: {why}")
-            try:
-                avoid(self.folder, Avoided(socket.gethostname(), device, attempt, why))
-            except OSError as error:
-                raise WriteError(f"{error.filename}: {error.strerror}; device {device} is suspected") from None
+        # no device that could be kept away from: it counts against the host
+        failed = [one for one in read_attempts(self.folder) if one.start.host == host and _is_of_host(one)]
+        if len(failed) + 1 >= HOST_FAILURES:
+            why = "; ".join(suspects.values()) or "suspected hardware"
+            self._avoid(Avoided(host, None, attempt, why))
 
-    def _has_no_other_device(self, attempt: int) -> bool:
-        """Whether a suspected device would be used again, since it can't be kept away from."""
-        if self.devices is None:
-            return True
-        return not read_suspects(self.folder, attempt)
+    def _avoid(self, what: Avoided) -> None:
+        try:
+            avoid(self.folder, what)
+        except OSError as error:
+            name = what.device or what.host
+            raise WriteError(f"{self.folder / AVOIDED}: {error.strerror}; {name} is suspected") from None
 
     def _wait(self, seconds: float) -> bool:
         """-> False where a request to stop came meanwhile."""
@@ -344,6 +371,10 @@ class Supervisor:
         if verdict.code in (0, Preempted.exit_code):
             return verdict.code
         meaning = exit_file.MEANINGS.get(verdict.code, exit_file.MEANINGS[MegaspecError.exit_code])
+        if self.stop.count:
+            # ranks did not end in time, or were killed: as without a supervisor
+            self._end_for_good(verdict.code, meaning)
+            return verdict.code
         self._end_for_good(verdict.code, f"{meaning}; the supervisor starts it no more: {verdict.why}")
         _say(f"given up with exit code {verdict.code}: {verdict.why}; step {self.newest} is saved")
         _say(f"every attempt and its reason: {self.folder / ATTEMPTS}")
@@ -371,6 +402,11 @@ class Supervisor:
         if len(self.devices) > _MOST_SHOWN:
             text += f" and {len(self.devices) - _MOST_SHOWN} more"
         return f" with devices {text}"
+
+
+def _is_of_host(attempt: Attempt) -> bool:
+    """Whether an attempt ended with suspected hardware, and no device of its host could be named."""
+    return attempt.end is not None and attempt.end.code == HARDWARE and not attempt.start.devices
 
 
 def _what_was_before(end: AttemptEnd | None) -> str:

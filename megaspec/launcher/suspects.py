@@ -65,6 +65,11 @@ def read_avoided(run_dir: Path) -> list[Avoided]:
     return found
 
 
+def avoided_hosts(run_dir: Path) -> dict[str, str]:
+    """Host -> why, of those that the run keeps away from altogether: what a scheduler may be told to exclude."""
+    return {one.host: one.why for one in read_avoided(run_dir) if one.device is None}
+
+
 def _append(run_dir: Path, name: str, line: dict[str, Any]) -> None:
     fd = open_inside(run_dir, name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:

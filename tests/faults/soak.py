@@ -7,11 +7,9 @@ by the rank itself, which stands in for what compares replicas.
 """
 
 import json
-import os
 import random
 import resource
 import signal
-import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
@@ -26,6 +24,7 @@ from megaspec.launcher.attempts import last_step, read_attempts
 from megaspec.log.jsonl import read_metrics
 from megaspec.log.sinks import METRICS
 from megaspec.recipe import Recipe
+from megaspec.run_folder import newest_step
 from megaspec_launchers.rank_factory import RankFactory
 from tests.faults.runs import assert_same, go, make_run, recipe, result
 from tests.faults.supervised import is_gone, plan_faults, supervised
@@ -83,9 +82,12 @@ def a_recipe(steps: int) -> Recipe:
 
 
 def soak(folder: Path, factory: RankFactory, *, minutes: float, every: float, seed: int = 0) -> SoakResult:
-    """Runs one, and the undisturbed run after it. AssertionError: something was lost, left behind, or is not equal."""
-    steps = max(200, round(minutes * 60 / (PAUSE_SECONDS + 0.01) / 50) * 50)
-    asked = a_recipe(steps)
+    """Runs one, and the undisturbed run after it. AssertionError: something was lost, left behind, or is not equal.
+
+    When the time is over the run is asked to stop; how many steps that are depends on who else works on the machine.
+    The other run is asked to stop behind the same step.
+    """
+    asked = a_recipe(steps=round(minutes * 60 / PAUSE_SECONDS))
     run = make_run(folder / "run", asked)
     # spares: each flipped bit costs one
     (run / "devices").write_text(",".join(map(str, range(SPARES))))
@@ -94,26 +96,22 @@ def soak(folder: Path, factory: RankFactory, *, minutes: float, every: float, se
     plan_faults(run, {"every": {"pause": PAUSE_SECONDS, "flips": str(flips)}})
     temporary = folder / "temporary"
     temporary.mkdir()
-    os.environ["TMPDIR"] = str(temporary)
-    tempfile.tempdir = None
-    try:
-        seen = Disturbed(run, flips, random.Random(seed), every)
-        with open(folder / "said.txt", "w") as said, supervised(run, stderr=said) as supervisor:
-            began = time.monotonic()
-            seen.watch(supervisor)
-            seconds = time.monotonic() - began
-        assert supervisor.returncode == 0, (folder / "said.txt").read_text()[-4000:]
-    finally:
-        del os.environ["TMPDIR"]
-        tempfile.tempdir = None
+    seen = Disturbed(run, flips, random.Random(seed), every)
+    with open(folder / "said.txt", "w") as said, supervised(run, stderr=said, TMPDIR=str(temporary)) as supervisor:
+        began = time.monotonic()
+        seen.watch(supervisor, seconds=60 * minutes)
+        seconds = time.monotonic() - began
+    assert supervisor.returncode == 75, (folder / "said.txt").read_text()[-4000:]
     left = [pid for pid in seen.family if not is_gone(pid)]
     assert not left, f"outlive the supervisor: {left}"
     assert list(temporary.iterdir()) == []
     assert {path.name for path in run.iterdir()} <= EXPECTED
     hidden = [path.name for path in (run / CHECKPOINTS).iterdir() if path.name.startswith(".")]
     assert hidden == []
+    steps = newest_step(run)
     undisturbed = make_run(folder / "undisturbed", asked)
-    assert go(undisturbed, factory, ranks=RANKS) == 0
+    stop = {"rank": 0, "kind": "stop", "point": "step", "count": steps}
+    assert go(undisturbed, factory, ranks=RANKS, fault=stop) == 75
     assert_same(run, result(undisturbed))
     attempts = read_attempts(run)
     assert all(attempt.end is not None for attempt in attempts)
@@ -155,9 +153,11 @@ class Disturbed:
         self.family: set[int] = set()
         self.memory: list[tuple[float, float]] = []
         self.files: list[int] = []
+        self.is_stopping = False
 
-    def watch(self, supervisor) -> None:
-        """Until the supervisor has ended."""
+    def watch(self, supervisor, *, seconds: float) -> None:
+        """Until the supervisor has ended; when the time is over, and ranks are at work, it is asked to stop."""
+        until = time.monotonic() + seconds
         parent = psutil.Process(supervisor.pid)
         todo: list[str] = []
         next_fault = time.monotonic() + self.every
@@ -167,7 +167,11 @@ class Disturbed:
                 if self.family:
                     self.memory.append((last_step(self.run, METRICS), parent.memory_info().rss))
                     self.files.append(parent.num_fds())
-            if time.monotonic() >= next_fault:
+            is_over = time.monotonic() >= until
+            if is_over and len(self.ranks_of(parent)) == RANKS and not self.is_stopping:
+                self.is_stopping = True
+                supervisor.send_signal(signal.SIGTERM)
+            if time.monotonic() >= next_fault and not is_over:
                 if not todo:
                     todo = self.rng.sample(FAULTS, len(FAULTS))
                 with suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -176,13 +180,21 @@ class Disturbed:
                         next_fault = time.monotonic() + self.every
             time.sleep(0.5)
 
+    def ranks_of(self, parent: psutil.Process) -> list[psutil.Process]:
+        """Ranks that are up; none while they are starting."""
+        with suppress(psutil.NoSuchProcess):
+            for launcher in parent.children():
+                for server in launcher.children():
+                    return server.children()
+        return []
+
     def disturb(self, parent: psutil.Process, fault: str) -> bool:
         """-> False: not while ranks are starting."""
-        (launcher,) = parent.children()[:1] or [None]
-        (server,) = (launcher.children()[:1] if launcher else None) or [None]
-        ranks = server.children() if server else []
+        ranks = self.ranks_of(parent)
         if len(ranks) != RANKS:
             return False
+        server = ranks[0].parent()
+        launcher = server.parent()
         rank = self.rng.randrange(RANKS)
         match fault:
             case "kill a rank":

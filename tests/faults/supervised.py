@@ -25,10 +25,12 @@ def plan_faults(run, faults):
 
 
 @contextmanager
-def supervised(run, *words, stderr=subprocess.PIPE):
-    """A supervisor of a run that was made, under way."""
+def supervised(run, *words, stderr=subprocess.PIPE, **variables):
+    """A supervisor of a run that was made, under way; `variables` of its environment."""
     command = [sys.executable, "-P", str(Path(__file__)), str(run), *words]
-    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=stderr, text=True)
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT | variables, stdout=subprocess.DEVNULL, stderr=stderr, text=True
+    )
     try:
         yield process
     finally:

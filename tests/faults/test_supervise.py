@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+import socket
 
 import numpy as np
 import pytest
 
 from megaspec.launcher.attempts import read_attempts
 from megaspec.launcher.exit_file import read_exit
-from megaspec.launcher.suspects import read_avoided
+from megaspec.launcher.suspects import avoided_hosts, read_avoided
 from megaspec.log.jsonl import read_metrics
 from megaspec.recipe import Recipe
 from megaspec.run_folder import newest_step
@@ -181,3 +182,36 @@ def test_four_three_two_and_four_ranks_again(tmp_path, factory, tell):
     assert_same_course(run, undisturbed_run(tmp_path, factory, asked, 4), within=1e-12)
     last = steps_of(run)[-1]
     tell(f"4 → 3 → 2 → 4 ranks: {len(steps_of(run))} steps, samples 0 to {last['samples']} once each, within 1e-12")
+
+
+@pytest.mark.slow
+def test_a_host_that_fails_twice_is_kept_away_from(tmp_path):
+    """Nothing names devices here, so that what is suspected is the host."""
+    run = make_run(tmp_path / "run", a_recipe())
+    plan_faults(run, {n: {"rank": 0, "kind": "suspect", "count": 5, "suspects": [1]} for n in range(9)})
+    with supervised(run) as supervisor:
+        _, said = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 77, said
+    assert [attempt.end.code for attempt in read_attempts(run)] == [77, 77]
+    ((host, why),) = avoided_hosts(run).items()
+    assert host == socket.gethostname()
+    assert "planted: computes wrongly" in why
+    assert read_exit(run).code == 77
+    with supervised(run) as supervisor:
+        _, said = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 77
+    assert f"host {host} failed this run 2 times" in said
+
+
+@pytest.mark.slow
+def test_a_run_ends_where_no_layout_fits_what_is_left(tmp_path):
+    run = make_run(tmp_path / "run", a_recipe())
+    (run / "devices").write_text("4,7")
+    plan_faults(run, {0: {"rank": 0, "kind": "suspect", "count": 5, "suspects": [1]}})
+    with supervised(run) as supervisor:
+        _, said = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 77, said
+    assert [attempt.end.code for attempt in read_attempts(run)] == [77, 77]
+    assert "as the recipe says needs 2 ranks, 1 devices may be used" in said
+    assert "device 7 (rank 1) is not used again: planted: computes wrongly" in said
+    assert newest_step(run) == read_exit(run).step == 3
