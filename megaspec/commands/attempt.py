@@ -31,6 +31,7 @@ from megaspec.run_folder import newest_step, read_run
 from megaspec_launchers.local import ENTRY, PRELOADED, threads_of_a_rank
 from megaspec_launchers.outcome import Outcome
 from megaspec_launchers.rank_factory import RankFactory
+from megaspec_launchers.restarts import HARDWARE
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,14 @@ class Attempts:
     outcome: Outcome = field(default_factory=lambda: Outcome(0, None))
 
     def make(self, job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-        """One attempt: {"attempt", "why", "places"}. Tells its layout, {"layout", "world_size"}, once it has one, and
-        in the end {"code", "why", "has_no_layout"}."""
+        """One attempt: {"attempt", "why", "places", "device"}. Tells its layout, {"layout", "world_size"}, once it has
+        one, and in the end {"code", "why", "has_no_layout"}."""
         target = detect_target()
+        if target.device != job["device"]:
+            why = f"the run is on {job['device']}, and there is none that answers"
+            print(f"megaspec: {why}", file=sys.stderr, flush=True)
+            tell({"code": HARDWARE, "why": why, "has_no_layout": True})
+            return
         if target.device != "cuda":
             target = target.model_copy(update={"places": job["places"]})
         try:

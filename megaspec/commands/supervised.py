@@ -40,7 +40,6 @@ from megaspec.estimate.target import Target, detect_target, gpu_identifiers
 from megaspec.launcher import exit_file
 from megaspec.launcher.attempts import (
     ATTEMPTS,
-    Attempt,
     AttemptEnd,
     AttemptStart,
     last_step,
@@ -53,7 +52,8 @@ from megaspec.launcher.suspects import AVOIDED, Avoided, avoid, avoided_hosts, r
 from megaspec.log.sinks import METRICS
 from megaspec.plugins import loaded
 from megaspec.resolve.gather import gather_facts
-from megaspec.run_folder import newest_step, read_run
+from megaspec.run_folder import newest_step, read_run, refused
+from megaspec.spec import Spec
 from megaspec_launchers.attempt_process import AttemptProcess, AttemptResult, adopt_orphans, watch_attempt
 from megaspec_launchers.local import ENTRY
 from megaspec_launchers.restarts import HARDWARE, Ended, Verdict, decide
@@ -104,13 +104,17 @@ def supervise(
     """Trains a run to its end, through failures. -> exit code.
 
     `prepare` makes the run, or finds it, in a layout. `place`: where its folder is to be; what devices it may use may
-    stand there already. `entry`: of ranks. RecipeError: the run can't start, or a layout
-    of its list is wrong. RunLockedError: it has a supervisor, or another job has it.
+    stand there already. `entry`: of ranks. RecipeError: the run can't start, or a layout of its list is wrong.
+    HardwareError: it keeps away from this host. RunLockedError: it has a supervisor, or another job has it.
     """
     refuse_other_starters(composed.recipe.launcher)
-    refuse_avoided_host(place)
     options = layout_options(composed, config_dirs)
-    target = target_with(detect_target(), machine_devices(place))
+    try:
+        refuse_avoided_host(place)
+        devices = machine_devices(place)
+    except OSError as error:
+        raise refused(error) from None
+    target = target_with(detect_target(), devices)
     specs_of_list(options, target, gather_facts(composed.recipe))
     _, prepared = first_that_fits(options, target, lambda option: prepare(target, option))
     assert prepared.lock is not None, "a run without its lock"
@@ -133,12 +137,12 @@ def supervise(
         )
         adopt_orphans()
         with StopRequests() as stop:
-            return Supervisor(setup, prepared.folder, prepared.spec.launcher, stop).run()
+            return Supervisor(setup, prepared.folder, prepared.spec, stop).run()
 
 
 def machine_devices(run_dir: Path) -> tuple[str, ...] | None:
     """Identifiers of the devices that a run may use now; None where nothing limits them. RecipeError: see
-    `named_devices`."""
+    `named_devices`. OSError: a file of the run's folder can't be read."""
     host = socket.gethostname()
     avoided = [one.device for one in read_avoided(run_dir) if one.host == host]
     return usable_devices(gpu_identifiers(), named_devices(run_dir), avoided)
@@ -178,7 +182,8 @@ class Supervisor:
 
     setup: Setup
     folder: Path
-    launcher: LauncherSpec
+    spec: Spec
+    """With which it began."""
     stop: StopRequests
     process: AttemptProcess | None = None
     ends: list[Ended] = field(default_factory=list)
@@ -186,6 +191,10 @@ class Supervisor:
     """What the attempt under way may use."""
     seen: tuple[str, ...] | None = None
     """What could be used at the last look."""
+    judged: tuple[str, ...] | None = None
+    """What could be used when it was last asked whether the attempt should go on."""
+    told: str = ""
+    """Why devices can't be read, as it was said last."""
     newest: int = 0
     """The newest step that was ever saved."""
 
@@ -215,6 +224,7 @@ class Supervisor:
     def _attempt(self, attempt: int, why: str) -> AttemptResult:
         self.devices = self._look_at_devices()
         self.seen = self.devices
+        self.judged = self.devices
         start = AttemptStart(attempt, socket.gethostname(), os.getpid(), self.devices, why)
         self._note(start)
         if why:
@@ -223,15 +233,15 @@ class Supervisor:
         places = None
         if self.devices is not None:
             places = len(self.devices)
-        if not process.send({"attempt": attempt, "why": why, "places": places}):
+        if not process.send({"attempt": attempt, "why": why, "places": places, "device": self.spec.device}):
             result = process.ended()
         else:
             result = watch_attempt(
                 process,
                 self.stop,
                 look=self._changed_devices,
-                look_seconds=self.launcher.restarts.look_seconds,
-                grace_seconds=self.launcher.grace_seconds,
+                look_seconds=self.spec.launcher.restarts.look_seconds,
+                grace_seconds=self.spec.launcher.grace_seconds,
             )
         if result.has_no_layout and self.ends:
             # there were devices enough when this supervisor started
@@ -254,17 +264,27 @@ class Supervisor:
     def _look_at_devices(self) -> tuple[str, ...] | None:
         """Those that may be used now; what they were where the file that names them can't be read."""
         try:
-            return machine_devices(self.folder)
-        except RecipeError as error:
-            _say(f"{error}; the devices stay as they were")
+            found = machine_devices(self.folder)
+        except (RecipeError, OSError) as error:
+            if str(error) != self.told:
+                self.told = str(error)
+                _say(f"{error}; the devices stay as they were")
             return self.devices
+        self.told = ""
+        if found is None and self.spec.device == "cuda":
+            # no GPU answers any more; a run on GPUs does not go on on the CPU
+            return ()
+        return found
 
     def _changed_devices(self) -> str:
         """Why the attempt under way is to be ended for others; "" where it goes on."""
         now = self._look_at_devices()
-        if now == self.seen:
-            return ""
+        before = self.seen
         self.seen = now
+        # a driver that does not answer once is no reason: two looks in a row have to see the same
+        if now != before or now == self.judged:
+            return ""
+        self.judged = now
         spec = read_run(self.folder).spec
         if self.devices is not None and now is not None:
             # ranks take the first of them
@@ -334,8 +354,13 @@ class Supervisor:
         if any(rank < len(named) for rank in suspects):
             return
         # no device that could be kept away from: it counts against the host
-        failed = [one for one in read_attempts(self.folder) if one.start.host == host and _is_of_host(one)]
-        if len(failed) + 1 >= HOST_FAILURES:
+        of_devices = {one.attempt for one in read_avoided(self.folder) if one.device is not None}
+        failures = 1
+        for one in read_attempts(self.folder):
+            is_here = one.start.host == host and one.start.attempt not in of_devices
+            if is_here and one.end is not None and one.end.code == HARDWARE:
+                failures += 1
+        if failures >= HOST_FAILURES:
             why = "; ".join(suspects.values()) or "suspected hardware"
             self._avoid(Avoided(host, None, attempt, why))
 
@@ -402,11 +427,6 @@ class Supervisor:
         if len(self.devices) > _MOST_SHOWN:
             text += f" and {len(self.devices) - _MOST_SHOWN} more"
         return f" with devices {text}"
-
-
-def _is_of_host(attempt: Attempt) -> bool:
-    """Whether an attempt ended with suspected hardware, and no device of its host could be named."""
-    return attempt.end is not None and attempt.end.code == HARDWARE and not attempt.start.devices
 
 
 def _what_was_before(end: AttemptEnd | None) -> str:

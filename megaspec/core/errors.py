@@ -119,7 +119,8 @@ class NonFiniteError(MegaspecError):
 
 
 class HardwareError(MegaspecError):
-    """A machine that is suspected to compute wrongly. `ranks`: those that are suspected; (): the one that raises."""
+    """A machine that is suspected to compute wrongly. `ranks`: those that are suspected, the same on every rank
+    that raises it; (): nobody can say which."""
 
     exit_code = 77
 

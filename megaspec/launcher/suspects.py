@@ -1,6 +1,6 @@
 """Who is suspected to compute wrongly: what ranks tell a supervisor, and what it keeps away from. Torch-free.
 
-    suspects.jsonl   {"attempt": 3, "ranks": [1], "why": "..."}; a rank that ends with 77 writes it
+    suspects.jsonl   {"attempt": 3, "ranks": [1], "why": "..."}; every rank that ends with 77 writes it
     avoided.jsonl    {"host": "node1", "device": "2", "attempt": 3, "why": "..."}; the supervisor writes it
 
 A device that stands in avoided.jsonl is not used again by this run; delete its line, or the file, once it is mended. A

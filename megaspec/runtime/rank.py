@@ -104,9 +104,8 @@ def suspects_told(run_dir: Path, me: RankInfo) -> Iterator[None]:
     try:
         yield
     except HardwareError as error:
-        ranks = error.ranks or (me.rank,)
         try:
-            tell_suspects(run_dir, attempt=me.attempt, ranks=ranks, why=str(error))
+            tell_suspects(run_dir, attempt=me.attempt, ranks=error.ranks, why=str(error))
         except OSError as failure:
             # the exit code and this rank's own words are left
             tell(me, f"{run_dir / SUSPECTS}: {failure.strerror}")
