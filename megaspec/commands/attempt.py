@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaspec.commands.layouts import NO_LAYOUT, LayoutOption, Taken, first_that_fits, layout_options
-from megaspec.commands.starting import Prepared, prepare_resume, start_ranks
-from megaspec.compose.compose import recompose
+from megaspec.commands.layouts import NO_LAYOUT
+from megaspec.commands.starting import prepare_layout, start_ranks
 from megaspec.core.errors import MegaspecError, RecipeError
-from megaspec.estimate.target import Target, detect_target
+from megaspec.estimate.target import detect_target
 from megaspec.launcher import exit_file
 from megaspec.plugins import load
-from megaspec.run_folder import newest_step, read_run
+from megaspec.run_folder import newest_step
 from megaspec_launchers.local import ENTRY, PRELOADED, threads_of_a_rank
 from megaspec_launchers.outcome import Outcome
 from megaspec_launchers.rank_factory import RankFactory
@@ -72,7 +71,9 @@ class Attempts:
         if target.device != "cuda":
             target = target.model_copy(update={"places": job["places"]})
         try:
-            taken, prepared = prepare_attempt(self.setup, target)
+            taken, prepared = prepare_layout(
+                Path(self.setup.run_dir), target, memory=self.setup.memory, config_dirs=self.setup.config_dirs
+            )
         except MegaspecError as error:
             tell(_failed(error))
             return
@@ -121,19 +122,6 @@ class Attempts:
         if self.factory is not None:
             self.factory.close()
             self.factory = None
-
-
-def prepare_attempt(setup: Setup, target: Target) -> tuple[Taken, Prepared]:
-    """The run with the first layout that fits, its folder written and its lock held. Raises as `first_that_fits`."""
-    folder = Path(setup.run_dir)
-    composed = recompose(read_run(folder).recipe, str(folder / "recipe.json"), (), setup.config_dirs)
-
-    def prepare(option: LayoutOption) -> Prepared:
-        recipe = option.composed.recipe
-        origins = option.composed.origins
-        return prepare_resume(folder, recipe, origins, target, memory=setup.memory, kept=composed.recipe)
-
-    return first_that_fits(layout_options(composed, setup.config_dirs), target, prepare)
 
 
 def _failed(error: MegaspecError) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from megaspec.commands.planned import fewest_ranks
 from megaspec.compose.compose import Composed, recompose
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO
+from megaspec.core.units import counted
 from megaspec.estimate.target import Target
 from megaspec.launcher.spec import SEARCH
 from megaspec.recipe import Recipe
@@ -43,6 +44,8 @@ NO_LAYOUT = "layouts-none"
 _OF_WEIGHTS = "init-"
 # Rules that say that a layout needs more devices, or larger ones, than there are: another one may do.
 _NO_ROOM = {"ranks-gpus", "ranks-places", "memory"}
+# Where torchrun has started the ranks, that there are more or fewer of them than a layout has.
+_OTHER_WORLD = {"ranks-torchrun", "ranks-degrees"}
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,9 @@ def _of_layout(number: int, problems: Sequence[Problem]) -> list[Problem]:
 
 
 def room(target: Target) -> int | None:
-    """Ranks that a machine has devices for; None where nothing limits them."""
+    """Ranks that a machine has devices for, or that torchrun has started; None where nothing limits them."""
+    if target.world_size is not None:
+        return target.world_size
     if target.device == "cuda":
         return target.gpus
     return target.places
@@ -134,19 +139,25 @@ def first_that_fits(
     """
     refused: list[Problem] = []
     available = room(target)
+    no_room = _NO_ROOM
+    if target.world_size is not None:
+        no_room = _NO_ROOM | _OTHER_WORLD
+        if len(options) == 1:
+            # torchrun's number of ranks is no lost device: the problem is told as it is
+            return Taken(0, options[0]), prepare(options[0])
     for index, option in enumerate(options):
         if available is not None and option.least_ranks > available:
-            text = f"{option.name} needs {option.least_ranks} ranks, {available} devices may be used"
+            text = f"{option.name} needs {counted(option.least_ranks, 'rank')}, there is room for {available}"
             refused.append(Problem(KEY, text, code=NO_LAYOUT))
             continue
         try:
             return Taken(index, option), prepare(option)
         except RecipeError as error:
-            if not {problem.code for problem in error.problems} <= _NO_ROOM:
+            if not {problem.code for problem in error.problems} <= no_room:
                 raise
             for problem in error.problems:
                 refused.append(Problem(KEY, f"{option.name}: {problem.message}", problem.origin, NO_LAYOUT))
-    way = f"no layout fits the devices that may be used; give more of them, or add one for fewer to {KEY}"
+    way = f"no layout fits the ranks that there is room for ({available}); give more, or add one for fewer to {KEY}"
     raise RecipeError([Problem(KEY, way, code=NO_LAYOUT), *refused])
 
 

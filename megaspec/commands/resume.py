@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         text = f"run_dir={composed.recipe.run_dir}: a run stays in its folder; drop it, or give --fork NEW"
         raise RecipeError([Problem("run_dir", text, COMMAND_LINE, "resume-folder")])
 
-    def prepare(target: Target, layout: Composed = composed) -> Prepared:
+    def prepare(target: Target, layout: Composed) -> Prepared:
         if args.fork is not None:
             return _prepare_fork(args.run, saved.spec, layout, target, args.fork, memory=memory, kept=composed.recipe)
         recipe = layout.recipe
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             memory=memory,
             config_dirs=args.config_dir,
         )
-    return start(prepare)
+    return start(composed, prepare, memory=memory, config_dirs=args.config_dir)
 
 
 def _place_of_fork(source: Path, new: str) -> Path:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.checkpoint.lock import RunLock
-from megaspec.compose.compose import Composed
+from megaspec.commands.layouts import LayoutOption, Taken, first_that_fits, layout_options
+from megaspec.compose.compose import Composed, recompose
 from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeError, printable
 from megaspec.core.frozen import AUTO
 from megaspec.core.terminal import terminal
@@ -69,16 +70,32 @@ def refuse_tasks() -> None:
     refuse_lone_tasks(os.environ, sys.argv[1:])
 
 
-def start(prepare: Callable[[Target], Prepared]) -> int:
-    """Prepare the run and train it: in a world that torchrun made, or with ranks of our own."""
+def start(
+    composed: Composed, prepare: Callable[[Target, Composed], Prepared], *, memory: str, config_dirs: Sequence[str]
+) -> int:
+    """Prepare the run and train it: in a world that torchrun made, or with ranks of our own.
+
+    `prepare` makes the run, or finds it, in a layout of `composed`: its own, or, since torchrun says how many ranks
+    there are, the first of launcher.layouts that has as many.
+    """
     target, place = detect_target(), rank_from_environment(os.environ)
     if place is not None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with(os.getppid())  # torchrun dies of SIGUSR1 and tells nobody: its ranks save then, too
         from megaspec.runtime.join import join  # torch, only where it is needed
 
+        def prepare_fitting() -> Prepared:
+            options = layout_options(composed, config_dirs)
+            _, prepared = first_that_fits(options, target, lambda option: prepare(target, option.composed))
+            return prepared
+
+        def make_again(folder: str) -> None:
+            make_ready(prepare_layout(Path(folder), target, memory=memory, config_dirs=config_dirs)[1])
+
         def make() -> str:
-            prepared = prepare(target)
+            return make_ready(prepare_fitting())
+
+        def make_ready(prepared: Prepared) -> str:
             with before_leaving(partial(_ended, prepared, Preempted.exit_code)):
                 _record(prepared.folder)
                 _show(prepared.spec, target)
@@ -86,8 +103,8 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
                     prepared.lock.release()
             return str(prepared.folder)
 
-        return join(make, **vars(place))
-    prepared = prepare(target)
+        return join(make, **vars(place), prepare_again=make_again)
+    prepared = prepare(target, composed)
     code = start_ranks(prepared, target, record=partial(_record, prepared.folder), is_shown=True)
     if code == HangError.exit_code:
         print(printable(f"megaspec: {saved_in_words(prepared.folder)}"), file=sys.stderr)
@@ -135,6 +152,19 @@ def start_ranks(
             _ended(prepared, error.exit_code)
             raise
         return _ended(prepared, code, gives_up=gives_up)
+
+
+def prepare_layout(folder: Path, target: Target, *, memory: str, config_dirs: Sequence[str]) -> tuple[Taken, Prepared]:
+    """A run that goes on with the first of its layouts that fits, its folder written and its lock held. Raises as
+    `first_that_fits`."""
+    composed = recompose(read_run(folder).recipe, str(folder / "recipe.json"), (), config_dirs)
+
+    def prepare(option: LayoutOption) -> Prepared:
+        recipe = option.composed.recipe
+        origins = option.composed.origins
+        return prepare_resume(folder, recipe, origins, target, memory=memory, kept=composed.recipe)
+
+    return first_that_fits(layout_options(composed, config_dirs), target, prepare)
 
 
 def prepare_new(

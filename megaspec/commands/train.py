@@ -1,6 +1,7 @@
 """`megaspec train recipe=NAME a.b=c ...`: one run, or with -m every point of a sweep."""
 
 import argparse
+import os
 from typing import Any
 
 from megaspec.checkable import PartlyError
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     except PartlyError as error:
         raise with_rules(error, lambda _: detect_target(), is_for_training=True) from None
 
-    def prepare(target: Target, layout: Composed = composed) -> Prepared:
+    def prepare(target: Target, layout: Composed) -> Prepared:
         folder = planned_run_dir(composed.recipe)
         if how == "auto":
             refuse_unfinished_fork(folder)
@@ -59,9 +60,7 @@ def run(args: argparse.Namespace) -> int:
             config_dirs=args.config_dir,
         )
 
-    def tell_and_prepare(target: Target) -> Prepared:
-        # under torchrun by rank 0 alone
+    # under torchrun by rank 0 alone
+    if os.environ.get("RANK", "0") == "0":
         tell_left_out(composed)
-        return prepare(target)
-
-    return start(tell_and_prepare)
+    return start(composed, prepare, memory=memory, config_dirs=args.config_dir)

@@ -44,10 +44,22 @@ def test_where_none_fits_each_says_why():
     problems = raised.value.problems
     assert {problem.code for problem in problems} == {NO_LAYOUT}
     assert [problem.message for problem in problems[1:]] == [
-        f"{RECIPES_OWN} needs 4 ranks, 0 devices may be used",
-        "parallelism.tp=2 parallelism.dp_replicate=1 needs 2 ranks, 0 devices may be used",
-        "parallelism.tp=1 parallelism.dp_replicate=1 needs 1 ranks, 0 devices may be used",
+        f"{RECIPES_OWN} needs 4 ranks, there is room for 0",
+        "parallelism.tp=2 parallelism.dp_replicate=1 needs 2 ranks, there is room for 0",
+        "parallelism.tp=1 parallelism.dp_replicate=1 needs 1 rank, there is room for 0",
     ]
+
+
+def test_a_layout_has_as_many_ranks_as_torchrun_started():
+    options = options_of(SMALLER)
+    for world, expected in ((4, (0, 4)), (2, (1, 2)), (1, (2, 1))):
+        assert taken(options, CPU.model_copy(update={"world_size": world})) == expected
+    with pytest.raises(RecipeError) as raised:
+        taken(options, CPU.model_copy(update={"world_size": 3}))
+    assert {problem.code for problem in raised.value.problems} == {NO_LAYOUT}
+    # without a list the problem is that of the recipe
+    with pytest.raises(RecipeError, match=r"launcher\.ranks=4 must be the 2 that torchrun started"):
+        taken(options_of(), CPU.model_copy(update={"world_size": 2}))
 
 
 def test_a_recipe_that_leaves_its_ranks_open_takes_what_is_left():

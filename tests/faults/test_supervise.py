@@ -4,18 +4,25 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 
 import numpy as np
+import psutil
 import pytest
+import torch
 
 from megaspec.launcher.attempts import read_attempts
 from megaspec.launcher.exit_file import read_exit
+from megaspec.launcher.rendezvous import TcpRendezvous
 from megaspec.launcher.suspects import avoided_hosts, read_avoided
 from megaspec.log.jsonl import read_metrics
 from megaspec.recipe import Recipe
 from megaspec.run_folder import newest_step
+from megaspec.runtime.join import _first_answer
+from megaspec.runtime.rank import RankInfo
 from tests.faults.runs import go, make_run, newest, recipe
-from tests.faults.supervised import family, is_gone, plan_faults, supervised, wait_until
+from tests.faults.supervised import ENVIRONMENT, family, is_gone, plan_faults, supervised, wait_until
 
 FAST = {"first_wait_seconds": 0.05, "longest_wait_seconds": 0.2, "look_seconds": 0.2}
 
@@ -212,6 +219,65 @@ def test_a_run_ends_where_no_layout_fits_what_is_left(tmp_path):
         _, said = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 77, said
     assert [attempt.end.code for attempt in read_attempts(run)] == [77, 77]
-    assert "as the recipe says needs 2 ranks, 1 devices may be used" in said
+    assert "as the recipe says needs 2 ranks, there is room for 1" in said
     assert "device 7 (rank 1) is not used again: planted: computes wrongly" in said
     assert newest_step(run) == read_exit(run).step == 3
+
+
+@pytest.mark.parametrize("worlds", [(2, 2, 1, 1, 2)])
+def test_a_world_of_another_size_is_prepared_anew(worlds):
+    """Of hosts under torchrun some may be gone in the next attempt, and there again in the one after it."""
+    shared = torch.distributed.HashStore()
+    prepared = []
+    for attempt, world in enumerate(worlds):
+        place = TcpRendezvous("host", 1, prefix=f"megaspec/job/{attempt}", is_open=True)
+        me = RankInfo(0, world, 0, attempt, place, 5.0)
+        answer = _first_answer(
+            torch.distributed.PrefixStore(place.prefix, shared),
+            me,
+            lambda world=world: prepared.append(("new", world)) or "runs/a",
+            lambda folder, world=world: prepared.append((folder, world)),
+        )
+        assert answer == "runs/a"
+    assert prepared == [("new", 2), ("runs/a", 1), ("runs/a", 2)]
+
+
+@pytest.mark.slow
+def test_a_host_that_torchrun_loses(tmp_path, factory):
+    """Two hosts, as two agents of torchrun; one is killed, and the other goes on in the layout for what is left."""
+    asked = a_recipe(layouts=(1,), steps=400, timeout_seconds=10.0)
+    run = make_run(tmp_path / "run", asked)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
+    words += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
+    words += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", *words, "-m", "megaspec.cli", "resume", str(run)]
+    with open(tmp_path / "said.txt", "w") as said:
+        agents = [subprocess.Popen(command, env=ENVIRONMENT, stdout=said, stderr=said) for _ in range(2)]
+        try:
+            wait_until(lambda: newest_step(run) >= 30, seconds=120)
+            # the store is the first one's, or who of them came first
+            lost = next(one for one in agents if not serves(one.pid, port))
+            below = psutil.Process(lost.pid).children(recursive=True)
+            lost.kill()
+            for process in below:
+                process.kill()
+            (kept,) = [one for one in agents if one is not lost]
+            assert kept.wait(timeout=240) == 0, (tmp_path / "said.txt").read_text()[-3000:]
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+    starts = [line for line in read_metrics(run / "metrics.jsonl") if line["event"] == "start"]
+    assert [line["world_size"] for line in starts] == [2, 1]
+    assert read_exit(run).code == 0
+    assert_same_course(run, undisturbed_run(tmp_path, factory, asked, 2), within=1e-12)
+
+
+def serves(pid, port):
+    """Whether a process listens at a port."""
+    return any(
+        one.laddr.port == port and one.status == psutil.CONN_LISTEN for one in psutil.Process(pid).net_connections()
+    )
