@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from megaspec import cli
-from megaspec.commands import starting
+from megaspec.commands import starting, supervised
 from megaspec.core.fields import kinds_below
 from megaspec.core.frozen import Frozen
 from megaspec.estimate import target
@@ -24,6 +24,7 @@ from megaspec.rules.examples import SERVICES
 from megaspec.rules.unbuilt import UNBUILT
 from megaspec.runtime.rank import RankInfo, run_rank
 from megaspec.spec import Spec
+from megaspec_launchers.attempt_process import AttemptResult
 
 # Who decides and who types; what they read is not yet put to use.
 BEFORE_A_RUN = (
@@ -64,6 +65,12 @@ NOT_FOR_RANKS = {
     "InitSpec.step": "megaspec.resolve.gather",
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
     "LocalLauncher.max_restarts": "megaspec.commands.starting",
+    "LocalLauncher.layouts": "megaspec.commands.layouts",
+    "RestartsSpec.look_seconds": "megaspec.commands.supervised",
+    **{
+        f"RestartsSpec.{name}": "megaspec_launchers.restarts"
+        for name in ("most", "window_hours", "without_progress", "first_wait_seconds", "longest_wait_seconds")
+    },
     "LocalLauncher.grace_seconds": "megaspec.commands.starting",
     "LocalLauncher.timeout_seconds": "megaspec.commands.starting",
     # the text of a job says nodes and ranks of a node
@@ -234,6 +241,30 @@ def pretend_services(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("TRACKIO_DIR", "")
 
 
+class NoProcess:
+    """In place of the process that makes a supervised run's attempts: what they come to is said beforehand."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]):
+        self.environment = environment
+
+    def is_alive(self) -> bool:
+        return True
+
+    def send(self, job: dict[str, Any]) -> bool:
+        return True
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def pretend_attempts(patch: pytest.MonkeyPatch) -> None:
+    """A supervisor whose first attempt is killed, and whose second does all."""
+    results = iter([AttemptResult(74, "killed"), AttemptResult(0, "")])
+    patch.setattr(supervised, "AttemptProcess", NoProcess)
+    patch.setattr(supervised, "adopt_orphans", lambda: None)
+    patch.setattr(supervised, "watch_attempt", lambda process, stop, **_: next(results))
+
+
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory) -> dict[str, set[str]]:
     """`Class.field` -> modules that read it, in runs from the command line to their end."""
@@ -274,6 +305,9 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         assert cli.main(["checkpoint", "inspect", "runs/1"]) == 0
         # with what data is made is told where there is none
         assert cli.main(["train", "recipe=tiny", "name=gone", "data.blend=[{prefix: gone}]"]) == 65
+        pretend_attempts(patch)
+        kept_alive = ["--supervise", "launcher.restarts.first_wait_seconds=0.01", "train.steps=4"]
+        assert cli.main(["train", "recipe=tiny", "name=kept", *kept_alive]) == 0
         assert cli.main(["resume", "runs/gpt", "--fork", "forked", "train.steps=5"]) == 0
         # whose a checkpoint is that is not the fork's own is asked only where there is one
         shutil.copytree("runs/gpt/checkpoints/step-00000003", "runs/forked/checkpoints/step-00000003")

@@ -318,7 +318,7 @@ def _container(
     words = ["python3", "-P", "-m", "megaspec_launchers.node", f"--nodes={launcher.nodes}"]
     words += [f"--ranks={launcher.ranks_per_node}", f"--rank-from={rank_from}", f"--host={host}", f"--port={PORT}"]
     words += [f"--job={job_name(spec)}", f"--grace={launcher.grace_seconds:g}", f"--run-dir={spec.run_dir}", *more]
-    words += ["--", *words_of_job(RECIPES, spec.plugins)]
+    words += ["--", *words_of_job(RECIPES, spec)]
     # what a program writes into its home, and what compilers keep, goes with the pod
     variables = {"HOME": "/tmp", **launcher.env}
     if secret_name(spec) is not None:

@@ -30,9 +30,14 @@ def recipe_of_job(spec: Spec) -> str:
     return "".join(f"{line}\n" for line in whole_recipe(content))
 
 
-def words_of_job(config_dir: str, plugins: tuple[str, ...] = ()) -> list[str]:
-    """What `megaspec` is given on the nodes: the run is begun, or goes on where an earlier start ended."""
+def words_of_job(config_dir: str, spec: Spec) -> list[str]:
+    """What `megaspec` is given on the nodes: the run is begun, or goes on where an earlier start ended.
+
+    The only node of a job starts its ranks again by itself; where there are several the scheduler does.
+    """
     words = ["train", "--config-dir", config_dir, f"recipe={NAME}", "resume=auto"]
-    for plugin in plugins:
+    if spec.launcher.nodes == 1:
+        words.append("--supervise")
+    for plugin in spec.plugins:
         words += ["--plugin", plugin]
     return words

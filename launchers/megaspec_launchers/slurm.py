@@ -220,7 +220,7 @@ def _step(spec: Spec, launcher: SlurmLauncher) -> Iterator[str]:
     node += [f"--ranks={launcher.ranks_per_node}", "--rank-from=SLURM_NODEID", f"--grace={launcher.grace_seconds:g}"]
     lines += [shlex.join(node)]
     lines += ['--host="$host" --port="$port" --job="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --run-dir="$run"']
-    words = words_of_job("@job@", spec.plugins)
+    words = words_of_job("@job@", spec)
     lines += [f"-- {shlex.join(words)}".replace("@job@", '"$job"')]
     yield " \\\n  ".join(lines)
     yield "code=$?"

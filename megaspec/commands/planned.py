@@ -139,11 +139,11 @@ def stated_gpus(recipe: Recipe, hardware: Hardware) -> int:
     """launcher.ranks, else as many nodes as the degrees that are set need, of eight GPUs where a node has more."""
     if recipe.launcher.ranks != AUTO:
         return recipe.launcher.ranks
-    least = _fewest(recipe)
+    least = fewest_ranks(recipe)
     return max(least, min(8, hardware.node_size) * -(-least // hardware.node_size))
 
 
-def _fewest(recipe: Recipe) -> int:
+def fewest_ranks(recipe: Recipe) -> int:
     """GPUs that the degrees of a recipe need, those that it leaves open counted 1."""
     degrees = {}
     for axis in ("tp", "pp", "cp", "ep", "etp", "dp_replicate", "dp_shard"):

@@ -73,6 +73,22 @@ _MESH = {
         ("launcher.ranks=4",), ("launcher.ranks=2",), "launcher.ranks", target=CPU.model_copy(update={"world_size": 2})
     ),
     "ranks-degrees": Example(("launcher.ranks=4", "parallelism.tp=3", "model=gpt2_124m"), (_TP2,), "parallelism.tp"),
+    "ranks-places": Example(
+        ("launcher.ranks=2",), ("launcher.ranks=1",), "launcher.ranks", target=CPU.model_copy(update={"places": 1})
+    ),
+    "restarts-wait": Example(
+        ("launcher.restarts.first_wait_seconds=400",),
+        ("launcher.restarts.first_wait_seconds=4",),
+        "launcher.restarts.first_wait_seconds",
+    ),
+    "layouts-work": Example(
+        ("launcher.layouts=[['optim.lr=1e-3']]",), ("launcher.layouts=[['parallelism.tp=1']]",), "launcher.layouts.0"
+    ),
+    "layouts-twice": Example(
+        ("launcher.layouts=[['parallelism.tp=1'],['parallelism.tp=1']]",),
+        ("launcher.layouts=[['parallelism.tp=1']]",),
+        "launcher.layouts.1",
+    ),
     "ranks-gpus": Example(
         ("launcher.ranks=16", "train.global_batch=16"), ("launcher.ranks=8",), "launcher.ranks", target=H200
     ),

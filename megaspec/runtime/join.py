@@ -28,16 +28,18 @@ def join(
     attempt: int,
     store: TcpRendezvous,
     entry: Callable[..., int] = main,
+    prepare_again: Callable[[str], object] | None = None,
 ) -> int:
     """Trains as one rank of it, or does what another `entry` of ranks does. -> exit code.
 
     `prepare` makes or finds the run's folder and returns its path; only rank 0 calls it, once for all attempts of the
-    world. What it raises ends every rank with the same exit code.
+    world. What it raises ends every rank with the same exit code. `prepare_again`, where there is one, makes that
+    folder ready for a world of another size, since hosts may go and come between two attempts; only rank 0 calls it.
     """
     me = RankInfo(rank, world_size, local_rank, attempt, store, JOIN_SECONDS)
     try:
         meeting = tcp_store(store, me, timedelta(seconds=JOIN_SECONDS))
-        answer = _agree(meeting, me, prepare)
+        answer = _agree(meeting, me, prepare, prepare_again)
     except dist.DistError as error:
         tell(me, f"the ranks did not meet at {store.host}:{store.port}: {error}")
         return HangError.exit_code
@@ -55,11 +57,13 @@ def join(
     )
 
 
-def _agree(meeting: dist.Store, me: RankInfo, prepare: Callable[[], str]) -> str:
+def _agree(
+    meeting: dist.Store, me: RankInfo, prepare: Callable[[], str], prepare_again: Callable[[str], object] | None
+) -> str:
     """The run's folder, or how rank 0 failed, told to every rank."""
     if me.rank == 0:
         try:
-            answer = _first_answer(meeting, me, prepare)
+            answer = _first_answer(meeting, me, prepare, prepare_again)
         except MegaspecError as error:
             tell(me, error)
             answer = f"{_FAILED}{error.exit_code}"
@@ -85,12 +89,24 @@ def _wait(meeting: dist.Store, key: str) -> None:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _first_answer(meeting: dist.PrefixStore, me: RankInfo, prepare: Callable[[], str]) -> str:
-    """What the first attempt prepared, kept in the store that outlives attempts; the first attempt prepares it."""
+def _first_answer(
+    meeting: dist.PrefixStore,
+    me: RankInfo,
+    prepare: Callable[[], str],
+    prepare_again: Callable[[str], object] | None = None,
+) -> str:
+    """What the first attempt prepared, kept in the store that outlives attempts; the first attempt prepares it, and one
+    of another world size prepares it anew."""
     # the store without the prefix of this attempt
     shared = meeting.underlying_store
     run_prefix, _, _ = me.store.prefix.rpartition("/")
     key = f"{run_prefix}/run"
+    of_world = f"{run_prefix}/world-size"
+    world = str(me.world_size)
     if me.attempt == 0 or not shared.check([key]):
         shared.set(key, prepare())
+        shared.set(of_world, world)
+    elif prepare_again is not None and shared.get(of_world).decode() != world:
+        prepare_again(shared.get(key).decode())
+        shared.set(of_world, world)
     return shared.get(key).decode()

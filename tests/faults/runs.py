@@ -60,10 +60,10 @@ def make_run(folder: Path, recipe: Recipe, *, target: Target = TARGET) -> Path:
     return folder
 
 
-def go(run: Path, factory: RankFactory, *, fault: dict[str, Any] | None = None, **options: Any) -> int:
+def go(run: Path, factory: RankFactory, *, fault: dict[str, Any] | None = None, ranks: int = 2, **options: Any) -> int:
     """One launch of a run. -> exit code."""
     options = {"grace_seconds": 20.0, "timeout_seconds": 20.0} | options
-    return launch(str(run), ranks=2, entry=ENTRY, arguments={"fault": fault}, factory=factory, **options)
+    return launch(str(run), ranks=ranks, entry=ENTRY, arguments={"fault": fault}, factory=factory, **options)
 
 
 @dataclass(frozen=True)
