@@ -1,6 +1,6 @@
 """The machine that a recipe is planned for: `hardware=`, `gpus=` and `throughput=` on a command line."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from megaspec.compose.words import compose_words
 from megaspec.core.axes import fewest_gpus, world_size
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO
+from megaspec.core.problems import origin_of
 from megaspec.estimate.hardware import Hardware, hardware_named, hardware_of
 from megaspec.estimate.target import Target, detect_target
 from megaspec.estimate.throughput import MeasuredThroughput, read_throughput, throughput_of
@@ -105,6 +106,16 @@ def _named(launcher: ClusterLauncher) -> Hardware:
             text = f"launcher.{problem.message}, or cpu"
             problems.append(replace(problem, key="launcher.hardware", message=text))
         raise RecipeError(problems) from None
+
+
+def refuse_jobs(recipe: Recipe, origins: Mapping[str, str], command: str) -> None:
+    """RecipeError: the recipe is for a scheduler, and `command` starts ranks here."""
+    kind = recipe.launcher.kind
+    if kind == "local":
+        return
+    text = f"launcher.kind={kind}: megaspec train alone submits jobs, and {command} starts ranks here; set "
+    text += "launcher=local. A run goes on in a job by megaspec train recipe=NAME resume=auto with its name or run_dir"
+    raise RecipeError([Problem("launcher.kind", text, origin_of(origins, "launcher.kind"))])
 
 
 def without_gpus(here: Target) -> Target:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.checkable import PartlyError
+from megaspec.commands.planned import refuse_jobs
 from megaspec.commands.starting import Prepared, lock_new, prepare_resume, refuse_tasks, start, warn
 from megaspec.commands.supervised import SUPERVISE_HELP, supervise
 from megaspec.compose.compose import Composed, recompose
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         composed = recompose(saved.recipe, str(args.run / "recipe.json"), words, args.config_dir)
     except PartlyError as error:
         raise with_rules(error, lambda _: detect_target(), is_for_training=True) from None
+    refuse_jobs(composed.recipe, composed.origins, "resume")
     if composed.origins.get("run_dir") == COMMAND_LINE:
         text = f"run_dir={composed.recipe.run_dir}: a run stays in its folder; drop it, or give --fork NEW"
         raise RecipeError([Problem("run_dir", text, COMMAND_LINE, "resume-folder")])

@@ -377,3 +377,22 @@ def test_a_job_of_two_nodes_is_stopped_and_goes_on(here, capsys, corpus, program
     assert read_exit(run).code == 0
     assert yaml.safe_load((run / "spec.json").read_text())["world_size"] == 2
     assert not list(here.glob(".megaspec-job-*"))
+
+
+NO_JOB = ("launcher=slurm", "launcher.hardware=cpu", "launcher.ranks_per_node=1")
+
+
+def test_a_command_that_starts_ranks_here_says_so(here, capsys, corpus):
+    assert main(["bench", "step", "recipe=hello", *NO_JOB]) == 64
+    assert "launcher.kind=slurm: megaspec train alone submits jobs" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_commands_of_a_run_start_ranks_here(here, capsys, corpus):
+    words = [word for word in TINY if "warmup" not in word]
+    words += ["launcher.ranks=1", "train.steps=1", "optim.schedule.warmup_steps=0"]
+    assert main(["train", "recipe=hello", *words]) == 0
+    for command in (["resume", "runs/hello"], ["eval", "runs/hello"], ["generate", "runs/hello", "a"]):
+        capsys.readouterr()
+        assert main([*command, *NO_JOB]) == 64
+        assert "launcher.kind=slurm: megaspec train alone submits jobs" in capsys.readouterr().err
