@@ -241,6 +241,14 @@ launcher:
   kind: local
   ranks: 16
   max_restarts: 0
+  restarts:
+    most: 100
+    window_hours: 24.0
+    without_progress: 3
+    first_wait_seconds: 1.0
+    longest_wait_seconds: 300.0
+    look_seconds: 30.0
+  layouts: []
   grace_seconds: 120.0
   timeout_seconds: 600.0
 END-OF-RECIPE
