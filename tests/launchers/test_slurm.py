@@ -85,7 +85,7 @@ def test_options_say_what_the_spec_says():
     # 120 s of grace and a minute before the limit
     assert "--signal=USR1@180" in options
     on_cpu = slurm.render(spec_of(*JOBS["slurm-cpu"]))
-    assert "gres" not in on_cpu
+    assert "--gres" not in on_cpu
 
 
 def test_runs_of_an_array_ask_for_the_same_nodes():
