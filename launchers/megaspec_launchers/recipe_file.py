@@ -30,9 +30,12 @@ def recipe_of_job(spec: Spec) -> str:
     return "".join(f"{line}\n" for line in whole_recipe(content))
 
 
-def words_of_job(config_dir: str, plugins: tuple[str, ...] = ()) -> list[str]:
-    """What `megaspec` is given on the nodes: the run is begun, or goes on where an earlier start ended."""
+def words_of_job(config_dir: str, spec: Spec, *, memory: str) -> list[str]:
+    """What `megaspec` is given on the nodes: the run is begun, or goes on where an earlier start ended. `memory`: as
+    the command line said it, check or ignore."""
     words = ["train", "--config-dir", config_dir, f"recipe={NAME}", "resume=auto"]
-    for plugin in plugins:
+    if memory != "check":
+        words.append(f"memory={memory}")
+    for plugin in spec.plugins:
         words += ["--plugin", plugin]
     return words
