@@ -44,10 +44,11 @@ _V1_NODE_RANK = "RANK"
 _INDEX = "JOB_COMPLETION_INDEX"
 
 
-def render(spec: Spec) -> str:
-    """The manifests of a run: its recipe, and the job. Pure."""
+def render(spec: Spec, *, memory: str = "check") -> str:
+    """The manifests of a run: its recipe, and the job. Pure. `memory`: ignore starts it where it is predicted not to
+    fit."""
     documents = []
-    for manifest in manifests(spec):
+    for manifest in manifests(spec, memory=memory):
         documents.append(yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=False))
     return _remarks(spec) + "---\n".join(documents)
 
@@ -86,17 +87,17 @@ def secret(spec: Spec) -> str | None:
     return yaml.dump(made, Dumper=_Dumper, sort_keys=False)
 
 
-def manifests(spec: Spec) -> list[dict[str, Any]]:
+def manifests(spec: Spec, *, memory: str = "check") -> list[dict[str, Any]]:
     """The same as plain data."""
     launcher = _launcher(spec)
     made = [_config_map(spec)]
     if launcher.api == "pytorchjob":
-        made.append(_pytorch_job(spec, launcher))
+        made.append(_pytorch_job(spec, launcher, memory))
     elif launcher.api == "jobset":
-        body = {"metadata": _metadata(spec, _queue(launcher)), "spec": _job_set(spec, launcher)}
+        body = {"metadata": _metadata(spec, _queue(launcher)), "spec": _job_set(spec, launcher, memory)}
         made.append({"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", **body})
     else:
-        made += _train_job(spec, launcher)
+        made += _train_job(spec, launcher, memory)
     return made
 
 
@@ -189,9 +190,9 @@ def _config_map(spec: Spec) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ConfigMap", **content}
 
 
-def _train_job(spec: Spec, launcher: KubernetesLauncher) -> list[dict[str, Any]]:
+def _train_job(spec: Spec, launcher: KubernetesLauncher, memory: str) -> list[dict[str, Any]]:
     """Trainer v2: a runtime of the job's own, which says how pods are, and the job that takes it."""
-    job_set = _job_set(spec, launcher)
+    job_set = _job_set(spec, launcher, memory)
     job = job_set["replicatedJobs"][0]["template"]
     job["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
     policy = {"numNodes": launcher.nodes, "torch": {}}
@@ -212,9 +213,10 @@ def _train_job(spec: Spec, launcher: KubernetesLauncher) -> list[dict[str, Any]]
     return [runtime, train_job]
 
 
-def _job_set(spec: Spec, launcher: KubernetesLauncher) -> dict[str, Any]:
+def _job_set(spec: Spec, launcher: KubernetesLauncher, memory: str) -> dict[str, Any]:
     """A set of one indexed job, a pod for each node. Whatever ends a pod ends all; the set then starts them again."""
-    container = _container(spec, launcher, name=_NODE, rank_from=_INDEX, host=f"{_node_0(spec)}.{job_name(spec)}")
+    host = f"{_node_0(spec)}.{job_name(spec)}"
+    container = _container(spec, launcher, name=_NODE, rank_from=_INDEX, host=host, memory=memory)
     on_codes = {"containerName": _NODE, "operator": "In", "values": list(FINAL)}
     job = {
         "completionMode": "Indexed",
@@ -237,12 +239,11 @@ def _node_0(spec: Spec) -> str:
     return f"{job_name(spec)}-{_NODE}-0-0"
 
 
-def _pytorch_job(spec: Spec, launcher: KubernetesLauncher) -> dict[str, Any]:
+def _pytorch_job(spec: Spec, launcher: KubernetesLauncher, memory: str) -> dict[str, Any]:
     """v1: a master, which is node 0, and workers."""
     host = f"{job_name(spec)}-master-0"
-    container = _container(
-        spec, launcher, name=_V1_CONTAINER, rank_from=_V1_NODE_RANK, host=host, more=("--retryable",)
-    )
+    words = {"name": _V1_CONTAINER, "rank_from": _V1_NODE_RANK, "host": host, "memory": memory}
+    container = _container(spec, launcher, **words, more=("--retryable",))
     container["ports"] = [{"name": _V1_PORT, "containerPort": PORT}]
     replicas = {"Master": _replica(spec, launcher, container, 1)}
     if launcher.nodes > 1:
@@ -313,14 +314,22 @@ def _toleration(said: Toleration) -> dict[str, str]:
 
 
 def _container(
-    spec: Spec, launcher: KubernetesLauncher, *, name: str, rank_from: str, host: str, more: Sequence[str] = ()
+    spec: Spec,
+    launcher: KubernetesLauncher,
+    *,
+    name: str,
+    rank_from: str,
+    host: str,
+    memory: str,
+    more: Sequence[str] = (),
 ) -> dict[str, Any]:
     words = ["python3", "-P", "-m", "megaspec_launchers.node", f"--nodes={launcher.nodes}"]
     words += [f"--ranks={launcher.ranks_per_node}", f"--rank-from={rank_from}", f"--host={host}", f"--port={PORT}"]
     words += [f"--job={job_name(spec)}", f"--grace={launcher.grace_seconds:g}", f"--run-dir={spec.run_dir}", *more]
-    words += ["--", *words_of_job(RECIPES, spec)]
+    words += ["--", *words_of_job(RECIPES, spec, memory=memory)]
     # what a program writes into its home, and what compilers keep, goes with the pod
-    variables = {"HOME": "/tmp", **launcher.env}
+    # and a user that the image does not know has no name, which torch's compiler asks for
+    variables = {"HOME": "/tmp", "USER": "megaspec", **launcher.env}
     if secret_name(spec) is not None:
         variables[SECRET_FILE] = f"{SECRETS}/{_ENTRY}"
     resources: dict[str, str] = dict(launcher.resources)

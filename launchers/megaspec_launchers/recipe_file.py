@@ -30,14 +30,15 @@ def recipe_of_job(spec: Spec) -> str:
     return "".join(f"{line}\n" for line in whole_recipe(content))
 
 
-def words_of_job(config_dir: str, spec: Spec) -> list[str]:
-    """What `megaspec` is given on the nodes: the run is begun, or goes on where an earlier start ended.
-
-    The only node of a job starts its ranks again by itself; where there are several the scheduler does.
-    """
+def words_of_job(config_dir: str, spec: Spec, *, memory: str) -> list[str]:
+    """What `megaspec` is given on the nodes: the run is begun, or goes on where an earlier start ended. `memory`: as
+    the command line said it, check or ignore."""
     words = ["train", "--config-dir", config_dir, f"recipe={NAME}", "resume=auto"]
     if spec.launcher.nodes == 1:
+        # the only node of a job starts its ranks again by itself; where there are several the scheduler does
         words.append("--supervise")
+    if memory != "check":
+        words.append(f"memory={memory}")
     for plugin in spec.plugins:
         words += ["--plugin", plugin]
     return words

@@ -30,12 +30,12 @@ MARGIN_SECONDS = 60
 _RESTARTED = f"{HangError.exit_code}|{Preempted.exit_code}"
 
 
-def render(spec: Spec) -> str:
-    """The batch script of a run. Pure."""
-    return _script(spec, [spec])
+def render(spec: Spec, *, memory: str = "check") -> str:
+    """The batch script of a run. Pure. `memory`: ignore starts it where it is predicted not to fit."""
+    return _script(spec, [spec], memory=memory)
 
 
-def render_array(specs: Sequence[Spec], *, at_once: int | None = None) -> str:
+def render_array(specs: Sequence[Spec], *, at_once: int | None = None, memory: str = "check") -> str:
     """The batch script of several runs that ask for the same nodes: an array, a task each. Pure.
 
     `at_once`: how many tasks may run beside each other; None: as many as SLURM lets. RecipeError: their jobs differ.
@@ -47,7 +47,7 @@ def render_array(specs: Sequence[Spec], *, at_once: int | None = None) -> str:
                 f"run {number}: the runs of a job array ask for the same nodes; keep launcher the same in all of them"
             )
             raise RecipeError([Problem("launcher", text)])
-    return _script(first, list(specs), at_once=at_once)
+    return _script(first, list(specs), at_once=at_once, memory=memory)
 
 
 def submit(text: str, _: Sequence[Spec]) -> str:
@@ -92,7 +92,7 @@ def quoted(text: str) -> str:
     return f"$'{made}'"
 
 
-def _script(spec: Spec, specs: list[Spec], *, at_once: int | None = None) -> str:
+def _script(spec: Spec, specs: list[Spec], *, memory: str, at_once: int | None = None) -> str:
     launcher = spec.launcher
     assert isinstance(launcher, SlurmLauncher), f"launcher.kind={launcher.kind} is no job of SLURM"
     lines = ["#!/bin/bash", *_options(spec, launcher, len(specs), at_once)]
@@ -103,7 +103,7 @@ def _script(spec: Spec, specs: list[Spec], *, at_once: int | None = None) -> str
         lines += ["", *_recipes(specs)]
     if launcher.container is not None:
         lines += ["", *_mounted()]
-    lines += ["", *_step(spec, launcher), "", *_end(launcher)]
+    lines += ["", *_step(spec, launcher, memory), "", *_end(launcher)]
     return "\n".join(lines) + "\n"
 
 
@@ -206,7 +206,7 @@ def _mounted() -> Iterator[str]:
     yield "esac"
 
 
-def _step(spec: Spec, launcher: SlurmLauncher) -> Iterator[str]:
+def _step(spec: Spec, launcher: SlurmLauncher, memory: str) -> Iterator[str]:
     """One task a node. The first that ends leaves the others time to end by themselves, with the code that counts."""
     wait = math.ceil(launcher.grace_seconds) + MARGIN_SECONDS
     words = ["srun", f"--nodes={launcher.nodes}", f"--ntasks={launcher.nodes}", "--ntasks-per-node=1"]
@@ -220,7 +220,7 @@ def _step(spec: Spec, launcher: SlurmLauncher) -> Iterator[str]:
     node += [f"--ranks={launcher.ranks_per_node}", "--rank-from=SLURM_NODEID", f"--grace={launcher.grace_seconds:g}"]
     lines += [shlex.join(node)]
     lines += ['--host="$host" --port="$port" --job="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --run-dir="$run"']
-    words = words_of_job("@job@", spec)
+    words = words_of_job("@job@", spec, memory=memory)
     lines += [f"-- {shlex.join(words)}".replace("@job@", '"$job"')]
     yield " \\\n  ".join(lines)
     yield "code=$?"

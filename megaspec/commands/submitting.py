@@ -28,7 +28,7 @@ from megaspec.sweep.words import OWN_LAUNCHER, read_words
 from megaspec_launchers import kubernetes, slurm
 
 SCHEDULERS: dict[str, ModuleType] = {"slurm": slurm, "kubernetes": kubernetes}
-"""By launcher.kind: `render(spec)`, `submit(text, specs)` and `refuse_missing()`."""
+"""By launcher.kind: `render(spec, memory=)`, `submit(text, specs)` and `refuse_missing()`."""
 
 
 def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memory: str, prints: bool) -> int:
@@ -49,7 +49,7 @@ def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memo
     warning = memory_warning(spec, target)
     if warning:
         print(printable(f"megaspec: {warning}"), file=sys.stderr)
-    text = scheduler.render(spec)
+    text = scheduler.render(spec, memory=memory)
     if prints:
         print(text, end="")
         return 0
@@ -96,9 +96,9 @@ def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: Cl
     specs = specs_of_points(taken, config_dirs, partial(_point_target, launcher=launcher))
     if isinstance(launcher, SlurmLauncher):
         at_once = None if taken.spec.slots == AUTO else taken.spec.slots
-        text = slurm.render_array(specs, at_once=at_once)
+        text = slurm.render_array(specs, at_once=at_once, memory=taken.memory)
     else:
-        text = "---\n".join(kubernetes.render(spec) for spec in specs)
+        text = "---\n".join(kubernetes.render(spec, memory=taken.memory) for spec in specs)
     if prints:
         print(text, end="")
         return 0

@@ -13,7 +13,7 @@ CPU = "cpu"
 MOST_OF_A_NAME = 46
 # Variables that the texts set themselves.
 OURS = re.compile(
-    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|HOME|PATH|TORCHELASTIC_.*|PET_.*|SLURM_.*)"
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|HOME|USER|PATH|TORCHELASTIC_.*|PET_.*|SLURM_.*)"
 )
 # By variables such as these a process loads code.
 CODE = re.compile(r"(LD_.*|PYTHON.*|BASH_ENV|ENV|PROMPT_COMMAND|IFS|SHELLOPTS|.*PLUGIN.*|.*_PATH|.*PRELOAD.*)")

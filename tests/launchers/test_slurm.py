@@ -294,6 +294,14 @@ def test_what_is_submitted_is_what_is_printed(here, capsys, corpus, monkeypatch,
     assert (programs / "job.sh").read_text() == printed
 
 
+def test_what_the_command_line_says_of_memory_reaches_the_nodes(here, capsys, corpus):
+    """The nodes would refuse the run again."""
+    for words, is_said in ((["memory=ignore"], True), ([], False)):
+        for first in ([], ["-m", "optim.lr=1e-3,2e-3"]):
+            assert main(["train", *first, "recipe=hello", *SLURM, *words, "--print"]) == 0
+            assert ("memory=ignore" in capsys.readouterr().out) == is_said
+
+
 def test_a_job_that_sbatch_refuses_is_told(here, capsys, corpus, monkeypatch, tmp_path):
     program = tmp_path / "bin" / "sbatch"
     program.parent.mkdir()
