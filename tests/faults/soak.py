@@ -104,7 +104,9 @@ def soak(folder: Path, factory: RankFactory, *, minutes: float, every: float, se
     assert supervisor.returncode == 75, (folder / "said.txt").read_text()[-4000:]
     left = [pid for pid in seen.family if not is_gone(pid)]
     assert not left, f"outlive the supervisor: {left}"
-    assert list(temporary.iterdir()) == []
+    # torch keeps one folder for what it compiles, whoever asks
+    leaked = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    assert leaked == []
     assert {path.name for path in run.iterdir()} <= EXPECTED
     hidden = [path.name for path in (run / CHECKPOINTS).iterdir() if path.name.startswith(".")]
     assert hidden == []
