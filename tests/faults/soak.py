@@ -69,8 +69,8 @@ class SoakResult:
     """MiB from the middle third of the time to the last, by their medians: what a short soak can say."""
     rank_slope: float
     """Of rank 0's memory in the undisturbed run, behind its first thousand steps: MiB per 1,000 steps."""
-    supervisor_files: int
-    """Open files of the supervisor at the end, less those at the beginning."""
+    supervisor_files: float
+    """Open files of the supervisor in the last third of the time, less those in the middle one, by their medians."""
 
 
 def a_recipe(steps: int) -> Recipe:
@@ -129,9 +129,9 @@ def soak(folder: Path, factory: RankFactory, *, minutes: float, every: float, se
         codes={str(code): n for code, n in Counter(one.end.code for one in attempts).items()},
         goodput=round(useful / seconds, 3),
         supervisor_slope=round(slope(seen.memory[len(seen.memory) // 2 :]), 3),
-        supervisor_growth=round(growth(seen.memory), 3),
+        supervisor_growth=round(growth([size for _, size in seen.memory]) / MIB, 3),
         rank_slope=round(slope([(s["step"], s["memory_bytes"]) for s in lines_of(undisturbed) if s["step"] > 1000]), 3),
-        supervisor_files=seen.files[-1] - seen.files[0],
+        supervisor_files=growth(seen.files),
     )
 
 
@@ -147,11 +147,10 @@ def slope(points: list[tuple[float, float]]) -> float:
     return float(np.polyfit(steps, sizes, 1)[0]) * 1000 / MIB
 
 
-def growth(points: list[tuple[float, float]]) -> float:
-    """From the middle third of the points to the last, by the medians of their bytes: MiB."""
-    third = len(points) // 3
-    sizes = [size for _, size in points]
-    return float(np.median(sizes[2 * third :]) - np.median(sizes[third : 2 * third])) / MIB
+def growth(values: list[float]) -> float:
+    """From the middle third of them to the last, by their medians."""
+    third = len(values) // 3
+    return float(np.median(values[2 * third :]) - np.median(values[third : 2 * third]))
 
 
 class Disturbed:
@@ -165,7 +164,7 @@ class Disturbed:
         self.done: Counter[str] = Counter()
         self.family: set[int] = set()
         self.memory: list[tuple[float, float]] = []
-        self.files: list[int] = []
+        self.files: list[float] = []
         self.is_stopping = False
 
     def watch(self, supervisor, *, seconds: float) -> None:
