@@ -104,7 +104,8 @@ def soak(folder: Path, factory: RankFactory, *, minutes: float, every: float, se
         began = time.monotonic()
         seen.watch(supervisor, seconds=60 * minutes)
         seconds = time.monotonic() - began
-    assert supervisor.returncode == 75, (folder / "said.txt").read_text()[-4000:]
+    text = (folder / "said.txt").read_text()
+    assert supervisor.returncode == 75, f"exit code {supervisor.returncode}: {text[-4000:]}"
     left = [pid for pid in seen.family if not is_gone(pid)]
     assert not left, f"outlive the supervisor: {left}"
     # torch keeps one folder for what it compiles, whoever asks
