@@ -6,8 +6,9 @@
      "layout": "as the recipe says", "world_size": 2, "from_step": 40, "step": 57, "saved": 50,
      "next": "again in 1.2 s, restart 1 of 100"}
 
-`why` says what an attempt follows, "" for the first one; `devices` is null where nothing limits them. `step` is the
-last that was done, `saved` the newest that a checkpoint holds. `code` is null where an attempt has no end line: its
+`why` says what an attempt follows, "" for the first one; `devices` is null where nothing limits them. `from_step` is
+the newest that was saved before it (one that it found damaged lies behind it), `step` the last that was done, `saved`
+the newest that a checkpoint holds. `code` is null where an attempt has no end line: its
 supervisor died with it. Attempts are numbered over the whole life of a run, from 0. Torch-free.
 """
 

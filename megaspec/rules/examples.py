@@ -82,12 +82,12 @@ _MESH = {
         "launcher.restarts.first_wait_seconds",
     ),
     "layouts-work": Example(
-        ("launcher.layouts=[['optim.lr=1e-3']]",), ("launcher.layouts=[['parallelism.tp=1']]",), "launcher.layouts.0"
+        ("launcher.layouts=[['optim.lr=1e-3']]",), ("launcher.layouts=[['parallelism.tp=1']]",), "launcher.layouts"
     ),
     "layouts-twice": Example(
         ("launcher.layouts=[['parallelism.tp=1'],['parallelism.tp=1']]",),
         ("launcher.layouts=[['parallelism.tp=1']]",),
-        "launcher.layouts.1",
+        "launcher.layouts",
     ),
     "ranks-gpus": Example(
         ("launcher.ranks=16", "train.global_batch=16"), ("launcher.ranks=8",), "launcher.ranks", target=H200

@@ -4,6 +4,7 @@ from megaspec.core.errors import Problem
 from megaspec.launcher.spec import SEARCH
 from megaspec.rules.case import Case
 
+KEY = "launcher.layouts"
 # What a layout of the list may set: how the work is divided, never what is computed.
 LAYOUT_SECTIONS = ("parallelism", "kernels")
 LAYOUT_KEYS = ("launcher.ranks", "train.micro_batch")
@@ -32,9 +33,9 @@ def layouts_divide_the_work_alone(case: Case) -> Problem | None:
             is_layout = path.partition(".")[0] in LAYOUT_SECTIONS or path in LAYOUT_KEYS
             if equals and is_layout:
                 continue
-            key = f"launcher.layouts.{number}"
-            text = f"{key}: {word} is no layout: keys of parallelism and kernels, launcher.ranks and train.micro_batch"
-            return Problem(key, f"{text} may stand there; drop it, or set it for the whole run")
+            text = f"{KEY}.{number}: {word} is no layout: keys of parallelism and kernels, launcher.ranks and"
+            text += " train.micro_batch may stand there; drop it, or set it for the whole run"
+            return Problem(KEY, text)
     return None
 
 
@@ -45,6 +46,5 @@ def layouts_are_told_apart(case: Case) -> Problem | None:
         return None
     for number, words in enumerate(layouts):
         if words in layouts[:number]:
-            key = f"launcher.layouts.{number}"
-            return Problem(key, f"{key}: [{', '.join(words)}] stands in the list twice; drop it")
+            return Problem(KEY, f"{KEY}.{number}: [{', '.join(words)}] stands in the list twice; drop it")
     return None
