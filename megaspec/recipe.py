@@ -9,7 +9,7 @@ from megaspec.checkpoint.spec import CheckpointSpec, InitSpec
 from megaspec.core.frozen import Auto, Frozen
 from megaspec.core.kinds import Kinds
 from megaspec.data.spec import DataSource
-from megaspec.launcher.spec import LauncherSpec
+from megaspec.launcher.spec import LauncherSpec, LocalLauncher
 from megaspec.log.spec import LogSpec
 from megaspec.model.decoder.spec import DecoderSpec
 from megaspec.optim.spec import OptimSpec
@@ -79,4 +79,4 @@ class Recipe(Frozen):
     checkpoint: CheckpointSpec = CheckpointSpec()
     log: LogSpec = LogSpec()
     profile: ProfileSpec = ProfileSpec()
-    launcher: LauncherSpec = LauncherSpec()
+    launcher: LauncherSpec = LocalLauncher()

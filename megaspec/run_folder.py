@@ -30,8 +30,11 @@ from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target
 from megaspec.hf.companions import FOLDER as TOKENIZER_FOLDER
 from megaspec.hf.companions import kept_companions
+from megaspec.launcher.attempts import ATTEMPTS
+from megaspec.launcher.devices import DEVICES
 from megaspec.launcher.exit_file import EXIT_FILE, read_exit
 from megaspec.launcher.stop import before_leaving
+from megaspec.launcher.suspects import AVOIDED, SUSPECTS
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.prediction import FILE_NAME as PREDICTION
 from megaspec.log.remote import REMOTE_RUNS, SERVICE_FOLDERS, hand_down
@@ -46,8 +49,10 @@ from megaspec.spec import Spec
 RECIPE, TARGET, SPEC = "recipe.json", "target.json", "spec.json"
 # Stands in a fork's folder while it is made: {"source": folder of the run that it is from, "step": of its checkpoint}.
 FORKING = "forking.json"
-# What an interrupted `train` may leave before spec.json makes it a run.
-_UNFINISHED = ("lock", RECIPE, TARGET, PREDICTION, TOKENIZER_FOLDER)
+# What may be there before spec.json makes it a run: what an interrupted `train` leaves, and who may use which devices.
+_UNFINISHED = ("lock", RECIPE, TARGET, PREDICTION, TOKENIZER_FOLDER, DEVICES)
+# What a supervisor, and who looks after its machine, keep beside it.
+SUPERVISED = (ATTEMPTS, AVOIDED, DEVICES, SUSPECTS)
 LOGS = "logs"
 _COPY_BYTES = 16 << 20
 _FORKING_LIMIT = 1 << 16
@@ -103,7 +108,7 @@ def refuse_links(folder: Path) -> None:
 
     Looked at before anything is locked, read or written; who opens a file looks again.
     """
-    files = (SPEC, RECIPE, TARGET, PREDICTION, ENVIRONMENT, METRICS, EXIT_FILE, REMOTE_RUNS)
+    files = (SPEC, RECIPE, TARGET, PREDICTION, ENVIRONMENT, METRICS, EXIT_FILE, REMOTE_RUNS, *SUPERVISED)
     checkpoints = (CHECKPOINTS, f"{CHECKPOINTS}/{QUARANTINE}")
     folders = (*checkpoints, LOCK_FOLDER, LOGS, PROFILES, TENSORBOARD, TOKENIZER_FOLDER, *SERVICE_FOLDERS)
     try:

@@ -177,7 +177,8 @@ def open_fields(section: Frozen, prefix: str = "") -> list[str]:
             left += open_fields(value, f"{prefix}{name}.")
         elif isinstance(value, dict):
             for entry, inner in value.items():
-                left += open_fields(inner, f"{prefix}{name}.{entry}.")
+                if isinstance(inner, Frozen):  # others are plain values, of names of the user's own
+                    left += open_fields(inner, f"{prefix}{name}.{entry}.")
         elif value == AUTO and "auto" in str(type(section).model_fields[name].annotation):
             left.append(f"{prefix}{name}")
     return left

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from megaspec import cli
-from megaspec.commands import starting
+from megaspec.commands import starting, supervised
 from megaspec.core.fields import kinds_below
 from megaspec.core.frozen import Frozen
 from megaspec.estimate import target
@@ -24,6 +24,7 @@ from megaspec.rules.examples import SERVICES
 from megaspec.rules.unbuilt import UNBUILT
 from megaspec.runtime.rank import RankInfo, run_rank
 from megaspec.spec import Spec
+from megaspec_launchers.attempt_process import AttemptResult
 
 # Who decides and who types; what they read is not yet put to use.
 BEFORE_A_RUN = (
@@ -64,9 +65,39 @@ NOT_FOR_RANKS = {
     "InitSpec.step": "megaspec.resolve.gather",
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
     "LocalLauncher.max_restarts": "megaspec.commands.starting",
+    "LocalLauncher.layouts": "megaspec.commands.layouts",
+    "RestartsSpec.look_seconds": "megaspec.commands.supervised",
+    **{
+        f"RestartsSpec.{name}": "megaspec_launchers.restarts"
+        for name in ("most", "window_hours", "without_progress", "first_wait_seconds", "longest_wait_seconds")
+    },
     "LocalLauncher.grace_seconds": "megaspec.commands.starting",
     "LocalLauncher.timeout_seconds": "megaspec.commands.starting",
+    # the text of a job says nodes and ranks of a node
+    "SlurmLauncher.ranks": "megaspec.rules.cluster_rules",
+    "KubernetesLauncher.ranks": "megaspec.rules.cluster_rules",
 }
+# Jobs that are printed: together they set every key of their launchers.
+JOBS = (
+    (
+        "launcher=slurm",
+        "launcher.hardware=H100",
+        "launcher.nodes=2",
+        "launcher.ranks=auto",
+        "train.global_batch=16",
+        "launcher.container={image: x.sqsh, mounts: [{source: /data}]}",
+    ),
+    (
+        "launcher=kubernetes",
+        "launcher.hardware=H100",
+        "launcher.ranks=auto",
+        "train.global_batch=8",
+        "launcher.image=x",
+        "launcher.volumes=[{claim: runs, path: /workspace}]",
+        "launcher.tolerations=[{key: a, value: b, effect: NoExecute}]",
+        "launcher.topology=rack",
+    ),
+)
 TINY = """
 defaults:
   - hello
@@ -213,6 +244,30 @@ def pretend_services(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("TEST_WEBHOOK_URL", "http://127.0.0.1:9")
 
 
+class NoProcess:
+    """In place of the process that makes a supervised run's attempts: what they come to is said beforehand."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]):
+        self.environment = environment
+
+    def is_alive(self) -> bool:
+        return True
+
+    def send(self, job: dict[str, Any]) -> bool:
+        return True
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def pretend_attempts(patch: pytest.MonkeyPatch) -> None:
+    """A supervisor whose first attempt is killed, and whose second does all."""
+    results = iter([AttemptResult(74, "killed"), AttemptResult(0, "")])
+    patch.setattr(supervised, "AttemptProcess", NoProcess)
+    patch.setattr(supervised, "adopt_orphans", lambda: None)
+    patch.setattr(supervised, "watch_attempt", lambda process, stop, **_: next(results))
+
+
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory) -> dict[str, set[str]]:
     """`Class.field` -> modules that read it, in runs from the command line to their end."""
@@ -243,6 +298,8 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         for name, words in RUNS.items():
             assert cli.main(["train", "recipe=tiny", f"name={name}", *words]) == 0, name
             assert cli.main(["resume", f"runs/{name}", "train.steps=4"]) == 0, name
+        for words in JOBS:
+            assert cli.main(["train", "recipe=tiny", *words, "--print"]) == 0
         # of which family a run's weights were is asked when it is exported; none has chunks and this scaling
         assert cli.main(["hf", "export", "runs/loaded", "exported"]) == 64
         # what weights alone are from, and whether a run has trained them
@@ -255,6 +312,9 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         guarded = ["train.numbers={skips: 1, rollbacks: 1, before: 1, spikes: {window: 8, threshold: 1e-6}}"]
         guarded += ["train.skip_steps=[{first: 2, last: 3}]", "train.steps=40", "checkpoint.every=2"]
         assert cli.main(["train", "recipe=tiny", "name=guarded", "train.checks.state=0.5", *guarded]) == 76
+        pretend_attempts(patch)
+        kept_alive = ["--supervise", "launcher.restarts.first_wait_seconds=0.01", "train.steps=4"]
+        assert cli.main(["train", "recipe=tiny", "name=kept", *kept_alive]) == 0
         assert cli.main(["resume", "runs/gpt", "--fork", "forked", "train.steps=5"]) == 0
         # whose a checkpoint is that is not the fork's own is asked only where there is one
         shutil.copytree("runs/gpt/checkpoints/step-00000003", "runs/forked/checkpoints/step-00000003")

@@ -54,6 +54,9 @@ def launch(
     factory: RankFactory | None = None,
     is_ours: Callable[[], bool] = lambda: True,
     writes_heartbeat: bool = False,
+    first_attempt: int = 0,
+    meeting: str | None = None,
+    heard: Callable[[Outcome], None] = lambda outcome: None,
 ) -> int:
     """Runs `ranks` processes until all have ended. -> the exit code of the run (core/errors.py).
 
@@ -72,21 +75,24 @@ def launch(
 
     `factory`: where ranks come from, when several launches share one; it is left open. `is_ours`: whether this job
     still has the run folder; what rank 0 says goes to its log only then. `writes_heartbeat`: into run_dir, for probes
-    and for who watches this process (megaspec/launcher/heartbeat.py). Call in the main thread. WriteError: the log
-    files can't be made, or are no plain files.
+    and for who watches this process (megaspec/launcher/heartbeat.py). `first_attempt`: the number of the first attempt.
+    `meeting`: a folder that is the user's alone, in which ranks meet; None makes one, which stays behind where this
+    process is killed. `heard` gets what each attempt came to. Call in the main thread. WriteError: the log files can't
+    be made, or are no plain files.
     """
     own_factory = None
     if factory is None:
         entry_module, _, _ = entry.partition(":")
-        own_factory = RankFactory((*PRELOADED, entry_module), threads=_threads_of_a_rank(ranks))
+        own_factory = RankFactory((*PRELOADED, entry_module), threads=threads_of_a_rank(ranks))
         factory = own_factory
     try:
-        with StopRequests() as stop, tempfile.TemporaryDirectory(prefix="megaspec-") as meeting:
-            for attempt in range(max_restarts + 1):
+        with StopRequests() as stop, tempfile.TemporaryDirectory(prefix="megaspec-", dir=meeting) as folder:
+            for restart in range(max_restarts + 1):
+                attempt = first_attempt + restart
                 keywords = {
                     "world_size": ranks,
                     "attempt": attempt,
-                    "store": {"path": os.path.join(meeting, f"attempt-{attempt}")},
+                    "store": {"path": os.path.join(folder, f"attempt-{attempt}")},
                     "timeout_seconds": timeout_seconds,
                     **(arguments or {}),
                 }
@@ -101,10 +107,11 @@ def launch(
                 )
                 times = {"grace_seconds": grace_seconds, "timeout_seconds": timeout_seconds}
                 outcome = _Attempt(run_dir, entry, keywords, factory, stop, is_ours, watch, **times).run()
+                heard(outcome)
                 if outcome.code not in WORTH_ANOTHER_ATTEMPT or stop.count:
                     break
-                if attempt < max_restarts:
-                    _say(f"starting again, restart {attempt + 1} of {max_restarts}")
+                if restart < max_restarts:
+                    _say(f"starting again, restart {restart + 1} of {max_restarts}")
             watch.end(outcome.code)
             return outcome.code
     finally:
@@ -112,7 +119,7 @@ def launch(
             own_factory.close()
 
 
-def _threads_of_a_rank(ranks: int) -> int:
+def threads_of_a_rank(ranks: int) -> int:
     """The cores that this process may use, shared out; 1 where the system does not say."""
     if not hasattr(os, "sched_getaffinity"):
         return 1
@@ -207,7 +214,7 @@ class _Attempt:
                     self._act()
         except ServerGone:
             if self.is_given_up:
-                return Outcome(HANG, None)
+                return Outcome(HANG, None, "killed ranks were not heard of")
             return _server_gone(_risen(killed_before), self.factory.killed_by())
         finally:
             if self.running:
@@ -222,8 +229,9 @@ class _Attempt:
         return outcome
 
     def _not_started(self) -> Outcome:
-        _say(f"{self.stop.last} before the ranks had started: nothing is lost, start again to go on")
-        return Outcome(PREEMPTED, None)
+        why = f"{self.stop.last} before the ranks had started"
+        _say(f"{why}: nothing is lost, start again to go on")
+        return Outcome(PREEMPTED, None, why)
 
     def _wait_until_ready(self) -> bool:
         """Waits for the imports of a cold server. -> False when a request to stop came first."""
@@ -451,16 +459,19 @@ def _server_gone(killed: int, killed_by: int | None) -> Outcome:
     `killed`: processes that the kernel killed meanwhile because memory ran out. `killed_by`: the signal that ended it.
     """
     if killed:
-        _say("the process that starts ranks was killed because memory ran out, and its ranks with it")
-        return Outcome(MEMORY, None)
+        why = "the process that starts ranks was killed because memory ran out"
+        _say(f"{why}, and its ranks with it")
+        return Outcome(MEMORY, None, why)
     if killed_by is not None:
         # it writes nothing then; the code is that of a killed rank
         may_be_memory = ", by hand or because memory ran out" if killed_by == signal.SIGKILL else ""
         name = signal.Signals(killed_by).name
-        _say(f"the process that starts ranks was killed by {name}{may_be_memory}, and its ranks with it")
-        return Outcome(HANG, None)
-    _say("the process that starts ranks ended; its message is above")
-    return Outcome(INTERNAL, None)
+        why = f"the process that starts ranks was killed by {name}{may_be_memory}"
+        _say(f"{why}, and its ranks with it")
+        return Outcome(HANG, None, why)
+    why = "the process that starts ranks ended"
+    _say(f"{why}; its message is above")
+    return Outcome(INTERNAL, None, why)
 
 
 def _risen(before: int | None) -> int:

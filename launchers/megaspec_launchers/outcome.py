@@ -66,6 +66,13 @@ class Outcome:
 
     code: int
     cause: RankEnd | None
+    why: str = ""
+    """Where no rank decided it: what did."""
+
+    def __str__(self) -> str:
+        if self.cause is not None:
+            return str(self.cause)
+        return self.why
 
 
 def judge(ends: Sequence[RankEnd], *, memory_kills: int = 0) -> Outcome:

@@ -14,6 +14,7 @@ from typing import Any
 from megaspec.checkable import PartlyError
 from megaspec.commands.numbers import count, positive
 from megaspec.commands.paragraphs import Paragraphs
+from megaspec.commands.planned import refuse_jobs
 from megaspec.compose.compose import Composed
 from megaspec.compose.words import compose_words, take, tell_left_out, words_parser
 from megaspec.core.errors import Problem, RecipeError, WriteError, printable
@@ -126,6 +127,7 @@ def _prepare(args: argparse.Namespace, target: Target, folder: Path, ranks: list
         composed = compose_words(words, args.config_dir)
     except PartlyError as error:
         raise with_rules(error, lambda _: target, is_for_training=True) from None
+    refuse_jobs(composed.recipe, composed.origins, "bench step")
     tell_left_out(composed)
     facts = gather_facts(composed.recipe)
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)

@@ -114,6 +114,18 @@ _RUNS = {
         "Several tasks of srun or mpirun train one run only where torchrun makes one world of them.",
         "Start one task a node, and torchrun in it: the message has the command.",
     ),
+    "supervise": KnownCode(
+        "A supervisor starts the ranks of one machine itself, and starts them again.",
+        "Do what the message says: drop what else would start them, or restart them.",
+    ),
+    "supervise-devices": KnownCode(
+        "The file `devices` of a run's folder names the devices that a supervised run may use.",
+        "Write their numbers with commas, such as 0,1,2.",
+    ),
+    "layouts-none": KnownCode(
+        "Neither the layout of the recipe nor one of launcher.layouts fits the devices that may be used.",
+        "Give more devices, or add a layout for fewer.",
+    ),
     "unbuilt": KnownCode(
         "It can be planned, and is not built yet: `train` refuses it before anything starts.",
         "Do what the message says, or plan only.",

@@ -95,12 +95,12 @@ _GENERATE = (
 )
 _MACHINE = ("hardware", "gpus", "throughput")
 COMMANDS: dict[str, Completed] = {
-    "train": Completed(("--config-dir", "--multirun"), "words", ("resume", "memory")),
+    "train": Completed(("--config-dir", "--multirun", "--supervise"), "words", ("resume", "memory")),
     "plan": Completed(("--config-dir", "--json", "--ranks", "--trace"), "words", _MACHINE),
     "show": Completed(("--config-dir", "--origins", "--resolved"), "words", _MACHINE, RUN),
     "verify": Completed(("--config-dir", "--cpu", "--json", "--ranks", "--steps"), "words", (*_MACHINE, "memory")),
     "tune": Completed(("--config-dir", "--json", "--out", "--take", "--top", "--trainable"), "words", _MACHINE),
-    "resume": Completed(("--config-dir", "--fork"), "changes", ("memory",), RUN),
+    "resume": Completed(("--config-dir", "--fork", "--supervise"), "changes", ("memory",), RUN),
     "eval": Completed(("--config-dir", "--data", "--json", "--step"), "changes", folder=RUN),
     "generate": Completed(_GENERATE, folder=RUN),
     "check": Completed(("--config-dir", "--json"), "names"),
@@ -163,6 +163,7 @@ _ALONE = (
     "--all",
     "--tensors-only",
     "--multirun",
+    "--supervise",
     "--trainable",
     "--partial",
     "--allow-lossy-tokenizer",

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from megaspec.checkpoint.folders import CHECKPOINTS, candidates
+from megaspec.commands.planned import refuse_jobs
 from megaspec.compose.compose import recompose
 from megaspec.compose.words import take
 from megaspec.core.errors import COMMAND_LINE, CheckpointError, Problem, RecipeError
@@ -85,6 +86,7 @@ def evaluation_spec(saved: SavedRun, args: argparse.Namespace, target: Target) -
         recipe["data"]["valid"] = dict(_named_prefix(text) for text in args.data)
     # whatever the run does: here it is asked to evaluate
     composed = recompose(recipe, str(args.run / "recipe.json"), [*words, "train.eval_every=1"], args.config_dir)
+    refuse_jobs(composed.recipe, composed.origins, "eval")
     facts = gather_facts(composed.recipe)
     if composed.recipe.data.valid:
         facts = _without_training_data(facts)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.checkpoint.folders import CHECKPOINTS, candidates
+from megaspec.commands.planned import refuse_jobs
 from megaspec.commands.prompts import prompts_of
 from megaspec.compose.compose import compose_dicts, recompose
 from megaspec.compose.words import refuse_two_answers
@@ -213,6 +214,7 @@ def generation_spec(
     recipe = _recipe(model, precision)
     label = args.run
     composed = recompose(recipe, label, settings, args.config_dir)
+    refuse_jobs(composed.recipe, composed.origins, "generate")
     parallelism = composed.recipe.parallelism
     ranks = _ranks(args.gpus, composed.recipe)
     _refuse_training_layout(parallelism, composed.origins)

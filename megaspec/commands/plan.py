@@ -7,18 +7,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megaspec.commands.layouts import layout_options, specs_of_list
 from megaspec.commands.paragraphs import Paragraphs
-from megaspec.commands.planned import plan_words
+from megaspec.commands.planned import Planned, plan_words
 from megaspec.compose.compose import Composed
 from megaspec.compose.words import tell_left_out, words_parser
 from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
 from megaspec.core.terminal import terminal
 from megaspec.data.spec import StreamSpec
 from megaspec.data.stream_files import described
-from megaspec.plan.plan import make_plan, rank_view
+from megaspec.plan.layouts import PlannedLayout, planned_layout, print_layouts
+from megaspec.plan.plan import Plan, make_plan, rank_view
 from megaspec.plan.report import print_ranks, print_whole_plan
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec
 
 NOT_EQUAL = MegaspecError.exit_code
@@ -62,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(
         spec, target, hardware=planned.hardware, throughput=planned.throughput, why=planned.why, weigh_changes=True
     )
+    layouts = _layouts(planned, plan, facts, args.config_dir)
     ranks = _ranks(args.ranks, spec.world_size)
     views = [rank_view(plan, rank) for rank in ranks]
     agrees = True
@@ -73,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         content["recipe"] = composed.recipe.model_dump(mode="json")
         if data:
             content["data"] = data
+        if layouts:
+            content["layouts"] = [layout.model_dump(mode="json") for layout in layouts]
         if views:
             content["ranks"] = [view.model_dump(mode="json") for view in views]
         if args.trace:
@@ -81,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1))
     else:
         print_whole_plan(plan, terminal(), data=data)
+        if layouts:
+            print_layouts(layouts, terminal(), device=spec.device)
         print_ranks(views, terminal())
         if args.trace:
             agrees = _print_traces(spec, ranks)
@@ -91,6 +99,23 @@ def run(args: argparse.Namespace) -> int:
     for problem in facts.problems:
         print(f"not ready to train: {problem}", file=sys.stderr)
     return 0 if agrees else NOT_EQUAL
+
+
+def _layouts(planned: Planned, plan: Plan, facts: Facts, config_dirs: Sequence[str]) -> list[PlannedLayout]:
+    """Those that a supervised run may take, where the recipe has such a list: its own first. RecipeError: see
+    `specs_of_list`."""
+    options = layout_options(planned.composed, config_dirs)
+    if len(options) == 1:
+        return []
+    layouts = [planned_layout(options[0].name, plan)]
+    specs = specs_of_list(options, planned.target, facts)
+    for option, spec in zip(options[1:], specs, strict=True):
+        target = planned.target
+        if target.device == "cuda":
+            target = target.model_copy(update={"gpus": spec.world_size})
+        one = make_plan(spec, target, hardware=planned.hardware, throughput=planned.throughput, why=planned.why)
+        layouts.append(planned_layout(option.name, one))
+    return layouts
 
 
 def _traces_as_json(spec: Spec, ranks: Sequence[int]) -> list[dict[str, Any]]:

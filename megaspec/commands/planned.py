@@ -1,6 +1,6 @@
 """The machine that a recipe is planned for: `hardware=`, `gpus=` and `throughput=` on a command line."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,9 +10,11 @@ from megaspec.compose.words import compose_words
 from megaspec.core.axes import fewest_gpus, world_size
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO
+from megaspec.core.problems import origin_of
 from megaspec.estimate.hardware import Hardware, hardware_named, hardware_of
 from megaspec.estimate.target import Target, detect_target
 from megaspec.estimate.throughput import MeasuredThroughput, read_throughput, throughput_of
+from megaspec.launcher.spec import ClusterLauncher
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec_kernels.catalog import packages_of
@@ -68,14 +70,65 @@ def _with_rules(error: PartlyError, given: dict[str, str], here: Target, searche
 def _machine(given: dict[str, str], recipe: Recipe, here: Target) -> tuple[Target, Hardware | None, str]:
     """What the recipe is planned for, and why."""
     name = given.get("hardware")
+    if name is None and isinstance(recipe.launcher, ClusterLauncher):
+        return _of_cluster(given, recipe, recipe.launcher, here)
     if name == CPU:
-        return here.model_copy(update={"gpus": 0, "gpu": None, "sm": 0, "gpu_memory": 0}), None, "hardware=cpu"
+        return without_gpus(here), None, "hardware=cpu"
     ranks = recipe.launcher.ranks
     is_enough = ranks == AUTO or ranks <= here.gpus
     if name is None and here.device == "cuda" and "gpus" not in given and is_enough:
         return here, hardware_of(here), "this machine"
     hardware, why = _hardware(name, recipe, here)
     return planned_target(hardware, _gpus(given, recipe, hardware), here, recipe), hardware, why
+
+
+def _of_cluster(
+    given: dict[str, str], recipe: Recipe, launcher: ClusterLauncher, here: Target
+) -> tuple[Target, Hardware | None, str]:
+    """The nodes of the cluster's job."""
+    why = f"launcher.hardware={launcher.hardware}"
+    if launcher.hardware == CPU:
+        return cluster_target(recipe, launcher, here), None, why
+    hardware = _named(launcher)
+    gpus = launcher.nodes * launcher.ranks_per_node
+    if "gpus" in given:
+        gpus = _count(given["gpus"])
+    return planned_target(hardware, gpus, here, recipe), hardware, why
+
+
+def _named(launcher: ClusterLauncher) -> Hardware:
+    """The kind of GPU of a cluster's nodes. RecipeError: it is not known."""
+    try:
+        return hardware_named(launcher.hardware)
+    except RecipeError as error:
+        problems = []
+        for problem in error.problems:
+            text = f"launcher.{problem.message}, or cpu"
+            problems.append(replace(problem, key="launcher.hardware", message=text))
+        raise RecipeError(problems) from None
+
+
+def refuse_jobs(recipe: Recipe, origins: Mapping[str, str], command: str) -> None:
+    """RecipeError: the recipe is for a scheduler, and `command` starts ranks here."""
+    kind = recipe.launcher.kind
+    if kind == "local":
+        return
+    text = f"launcher.kind={kind}: megaspec train alone submits jobs, and {command} starts ranks here; set "
+    text += "launcher=local. A run goes on in a job by megaspec train recipe=NAME resume=auto with its name or run_dir"
+    raise RecipeError([Problem("launcher.kind", text, origin_of(origins, "launcher.kind"))])
+
+
+def without_gpus(here: Target) -> Target:
+    """This machine, its GPUs left out."""
+    return here.model_copy(update={"gpus": 0, "gpu": None, "sm": 0, "gpu_memory": 0})
+
+
+def cluster_target(recipe: Recipe, launcher: ClusterLauncher, here: Target) -> Target:
+    """The nodes of a cluster's job, with the packages of this machine. RecipeError: GPUs that are not known."""
+    if launcher.hardware == CPU:
+        # what memory and cores the nodes have is not known here
+        return without_gpus(here).model_copy(update={"memory": 0})
+    return planned_target(_named(launcher), launcher.nodes * launcher.ranks_per_node, here, recipe)
 
 
 def planned_target(hardware: Hardware, gpus: int, here: Target, recipe: Recipe) -> Target:
@@ -97,11 +150,11 @@ def stated_gpus(recipe: Recipe, hardware: Hardware) -> int:
     """launcher.ranks, else as many nodes as the degrees that are set need, of eight GPUs where a node has more."""
     if recipe.launcher.ranks != AUTO:
         return recipe.launcher.ranks
-    least = _fewest(recipe)
+    least = fewest_ranks(recipe)
     return max(least, min(8, hardware.node_size) * -(-least // hardware.node_size))
 
 
-def _fewest(recipe: Recipe) -> int:
+def fewest_ranks(recipe: Recipe) -> int:
     """GPUs that the degrees of a recipe need, those that it leaves open counted 1."""
     degrees = {}
     for axis in ("tp", "pp", "cp", "ep", "etp", "dp_replicate", "dp_shard"):

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.checkable import PartlyError
+from megaspec.commands.planned import refuse_jobs
 from megaspec.commands.starting import Prepared, lock_new, prepare_resume, refuse_tasks, start, warn
+from megaspec.commands.supervised import SUPERVISE_HELP, supervise
 from megaspec.compose.compose import Composed, recompose
 from megaspec.compose.words import take
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
@@ -33,6 +35,7 @@ def add_parser(commands: Any) -> None:
     command.add_argument("--fork", metavar="NEW", help="start another run from its newest checkpoint; all may change")
     command.add_argument("words", nargs="*", default=[], metavar="a.b=c", help="path=value, group=choice or ~path")
     command.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="more groups")
+    command.add_argument("--supervise", action="store_true", help=SUPERVISE_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,25 +48,54 @@ def run(args: argparse.Namespace) -> int:
         composed = recompose(saved.recipe, str(args.run / "recipe.json"), words, args.config_dir)
     except PartlyError as error:
         raise with_rules(error, lambda _: detect_target(), is_for_training=True) from None
+    refuse_jobs(composed.recipe, composed.origins, "resume")
     if composed.origins.get("run_dir") == COMMAND_LINE:
         text = f"run_dir={composed.recipe.run_dir}: a run stays in its folder; drop it, or give --fork NEW"
         raise RecipeError([Problem("run_dir", text, COMMAND_LINE, "resume-folder")])
 
-    def prepare(target: Target) -> Prepared:
+    def prepare(target: Target, layout: Composed) -> Prepared:
         if args.fork is not None:
-            return _prepare_fork(args.run, saved.spec, composed, target, args.fork, memory=memory)
-        return prepare_resume(args.run, composed.recipe, composed.origins, target, memory=memory)
+            return _prepare_fork(args.run, saved.spec, layout, target, args.fork, memory=memory, kept=composed.recipe)
+        recipe = layout.recipe
+        return prepare_resume(args.run, recipe, layout.origins, target, memory=memory, kept=composed.recipe)
 
-    return start(prepare)
+    if args.supervise:
+        place = args.run
+        if args.fork is not None:
+            place = _place_of_fork(args.run, args.fork)
+        return supervise(
+            composed,
+            lambda target, option: prepare(target, option.composed),
+            place=place,
+            memory=memory,
+            config_dirs=args.config_dir,
+        )
+    return start(composed, prepare, memory=memory, config_dirs=args.config_dir)
 
 
-def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, new: str, *, memory: str) -> Prepared:
-    place = Path(new) if "/" in new else source.parent / new
-    refuse_unfinished_fork(place)
-    fields = composed.recipe.model_dump(mode="json") | {"run_dir": str(place)}
-    if fields["name"] == old.name:
+def _place_of_fork(source: Path, new: str) -> Path:
+    """The folder of a fork: beside its source, unless the word is a path."""
+    if "/" in new:
+        return Path(new)
+    return source.parent / new
+
+
+def _recipe_at(recipe: Recipe, place: Path, *, old_name: str) -> Recipe:
+    """The recipe of a run in another folder; of a fork, whose name is that of its source, with a name of its own."""
+    fields = recipe.model_dump(mode="json") | {"run_dir": str(place)}
+    if fields["name"] == old_name:
         fields["name"] = place.name
-    recipe = Recipe.model_validate_json(json.dumps(fields))
+    return Recipe.model_validate_json(json.dumps(fields))
+
+
+def _prepare_fork(
+    source: Path, old: Spec, composed: Composed, target: Target, new: str, *, memory: str, kept: Recipe
+) -> Prepared:
+    """A fork, ready to start. `kept`: the recipe that its folder keeps, where `composed` is one of its layouts."""
+    place = _place_of_fork(source, new)
+    refuse_unfinished_fork(place)
+    recipe = _recipe_at(composed.recipe, place, old_name=old.name)
+    kept = _recipe_at(kept, place, old_name=old.name)
     good = newest_good(source, old)
     for what in good.passed_over:
         print(printable(f"megaspec: a checkpoint is not good: {what}"), file=sys.stderr)
@@ -90,7 +122,7 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     assert lock is not None, "a new run without its lock"
     with ExitStack() as stack:
         stack.callback(lock.release)
-        make_fork(place, source, good, recipe, target, spec)
+        make_fork(place, source, good, kept, target, spec)
         stack.pop_all()
     said = f"{place} starts from step {began.step} of {source}; {_rates(old, spec, began.step)}"
     if starts_optimizer_anew(good.manifest, spec):

@@ -20,6 +20,7 @@ from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
 from megaspec.run_folder import RECIPE, read_run
 from megaspec.spec import Spec
+from megaspec_launchers.recipe_file import whole_recipe
 
 _DEFAULT = "default"
 _DESCRIPTION = """Print the whole composed, typed recipe as YAML: what files and the command line set, and the default
@@ -146,10 +147,7 @@ def _whole(shown: Shown, remark: Callable[[str], str] | None) -> Iterator[str]:
     if loaded():
         how += f", for commands with --plugin {' --plugin '.join(loaded())}"
     yield f"# {printable(shown.what)}; {how}"
-    yield "defaults:  # no choice of a group adds to what stands here"
-    for group in SECTIONS:
-        yield f"  - override /{group}: null"
-    yield from yaml_lines(shown.content, remark)
+    yield from whole_recipe(shown.content, remark)
 
 
 def _restricted(content: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:

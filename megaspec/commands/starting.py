@@ -2,15 +2,17 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megaspec.checkpoint.fallback import adopt
 from megaspec.checkpoint.lock import RunLock
-from megaspec.compose.compose import Composed
+from megaspec.commands.layouts import LayoutOption, Taken, first_that_fits, layout_options
+from megaspec.compose.compose import Composed, recompose
 from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeError, printable
 from megaspec.core.frozen import AUTO
 from megaspec.core.terminal import terminal
@@ -73,16 +75,32 @@ def refuse_tasks() -> None:
     refuse_lone_tasks(os.environ, sys.argv[1:])
 
 
-def start(prepare: Callable[[Target], Prepared]) -> int:
-    """Prepare the run and train it: in a world that torchrun made, or with ranks of our own."""
+def start(
+    composed: Composed, prepare: Callable[[Target, Composed], Prepared], *, memory: str, config_dirs: Sequence[str]
+) -> int:
+    """Prepare the run and train it: in a world that torchrun made, or with ranks of our own.
+
+    `prepare` makes the run, or finds it, in a layout of `composed`: its own, or, since torchrun says how many ranks
+    there are, the first of launcher.layouts that has as many.
+    """
     target, place = detect_target(), rank_from_environment(os.environ)
     if place is not None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with(os.getppid())  # torchrun dies of SIGUSR1 and tells nobody: its ranks save then, too
         from megaspec.runtime.join import join  # torch, only where it is needed
 
+        def prepare_fitting() -> Prepared:
+            options = layout_options(composed, config_dirs)
+            _, prepared = first_that_fits(options, target, lambda option: prepare(target, option.composed))
+            return prepared
+
+        def make_again(folder: str) -> None:
+            make_ready(prepare_layout(Path(folder), target, memory=memory, config_dirs=config_dirs)[1])
+
         def make() -> str:
-            prepared = prepare(target)
+            return make_ready(prepare_fitting())
+
+        def make_ready(prepared: Prepared) -> str:
             with before_leaving(partial(_ended, prepared, Preempted.exit_code)):
                 _record(prepared.folder)
                 _show(prepared.spec, target)
@@ -92,8 +110,29 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
 
         secret = take_secret(os.environ, world_size=place.world_size, job=job_of_parent(place.store.prefix))
         bind_to_loopback(os.environ, world_size=place.world_size)
-        return join(make, **vars(place), secret=secret)
-    prepared = prepare(target)
+        return join(make, **vars(place), secret=secret, prepare_again=make_again)
+    prepared = prepare(target, composed)
+    code = start_ranks(prepared, target, record=partial(_record, prepared.folder), is_shown=True)
+    if code == HangError.exit_code:
+        print(printable(f"megaspec: {saved_in_words(prepared.folder)}"), file=sys.stderr)
+    return code
+
+
+def start_ranks(
+    prepared: Prepared,
+    target: Target,
+    *,
+    record: Callable[[], None],
+    is_shown: bool,
+    gives_up: bool = True,
+    arguments: Mapping[str, object] | None = None,
+    **options: Any,
+) -> int:
+    """Trains a prepared run with ranks of this machine, and gives its lock back. -> exit code.
+
+    `record`: what is written down once the run is ours. `is_shown`: whether its plan is printed. `gives_up`: see
+    exit_file.end. `arguments` and `options`: more of `launch`.
+    """
     assert prepared.lock is not None, "a run without its lock"
     with ExitStack() as stack:
         stack.callback(prepared.lock.release)
@@ -101,30 +140,48 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
             return 0
         # a request to stop that comes before ranks listen to one, or after: the file says then how this start ended
         stack.enter_context(before_leaving(partial(_ended, prepared, Preempted.exit_code)))
-        _record(prepared.folder)
-        _show(prepared.spec, target)
+        record()
+        if is_shown:
+            _show(prepared.spec, target)
+        launcher = prepared.spec.launcher
+        options = {"max_restarts": launcher.max_restarts} | options
         try:
             code = launch(
                 str(prepared.folder),
                 ranks=prepared.spec.world_size,
-                max_restarts=prepared.spec.launcher.max_restarts,
-                grace_seconds=prepared.spec.launcher.grace_seconds,
-                timeout_seconds=prepared.spec.launcher.timeout_seconds,
-                arguments={"lock_token": prepared.lock.token, "plugins": loaded()},
+                grace_seconds=launcher.grace_seconds,
+                timeout_seconds=launcher.timeout_seconds,
+                arguments={"lock_token": prepared.lock.token, "plugins": loaded(), **(arguments or {})},
                 is_ours=prepared.lock.is_ours,
                 writes_heartbeat=True,
+                **options,
             )
         except MegaspecError as error:
             _ended(prepared, error.exit_code)
             raise
-        code = _ended(prepared, code)
-    if code == HangError.exit_code:
-        print(printable(f"megaspec: {saved_in_words(prepared.folder)}"), file=sys.stderr)
-    return code
+        return _ended(prepared, code, gives_up=gives_up)
 
 
-def prepare_new(composed: Composed, target: Target, folder: Path | None, *, memory: str) -> Prepared:
-    """A new run. `folder`: where it is to be, None for the place that the recipe says; another job may have made it."""
+def prepare_layout(folder: Path, target: Target, *, memory: str, config_dirs: Sequence[str]) -> tuple[Taken, Prepared]:
+    """A run that goes on with the first of its layouts that fits, its folder written and its lock held. Raises as
+    `first_that_fits`."""
+    composed = recompose(read_run(folder).recipe, str(folder / "recipe.json"), (), config_dirs)
+
+    def prepare(option: LayoutOption) -> Prepared:
+        recipe = option.composed.recipe
+        origins = option.composed.origins
+        return prepare_resume(folder, recipe, origins, target, memory=memory, kept=composed.recipe)
+
+    return first_that_fits(layout_options(composed, config_dirs), target, prepare)
+
+
+def prepare_new(
+    composed: Composed, target: Target, folder: Path | None, *, memory: str, kept: Recipe | None = None
+) -> Prepared:
+    """A new run. `folder`: where it is to be, None for the place that the recipe says; another job may have made it.
+
+    `kept`: the recipe that its folder keeps, where `composed` is one of the layouts that it may take.
+    """
     facts = with_digest(gather_facts(composed.recipe))
     if folder is not None:
         facts = replace(facts, run_dir=str(folder))
@@ -137,11 +194,11 @@ def prepare_new(composed: Composed, target: Target, folder: Path | None, *, memo
         _tell_of_the_one_before(planned_run_dir(composed.recipe), place)
     lock = lock_new(place, goes_on=folder is not None)
     if lock is None:
-        return prepare_resume(place, composed.recipe, composed.origins, target, memory=memory)
+        return prepare_resume(place, composed.recipe, composed.origins, target, memory=memory, kept=kept)
     with ExitStack() as stack:
         stack.callback(lock.release)
         keep_companions(place, companions)
-        write_run(place, composed.recipe, target, spec)
+        write_run(place, kept or composed.recipe, target, spec)
         stack.pop_all()
     return Prepared(place, spec, lock)
 
@@ -189,8 +246,16 @@ def lock_new(place: Path, *, goes_on: bool) -> RunLock | None:
     return None
 
 
-def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target: Target, *, memory: str) -> Prepared:
-    """A run that goes on in its own folder, with what may change changed."""
+def prepare_resume(
+    folder: Path,
+    recipe: Recipe,
+    origins: dict[str, str],
+    target: Target,
+    *,
+    memory: str,
+    kept: Recipe | None = None,
+) -> Prepared:
+    """A run that goes on in its own folder, with what may change changed. `kept`: see `prepare_new`."""
     refuse_links(folder)
     lock = RunLock(folder).acquire()
     with ExitStack() as stack:
@@ -215,7 +280,7 @@ def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target
             warn(spec, target)
         if done and not is_finished:
             print(printable(f"{folder} after step {done:,} {promise_of_change(old, spec)}"))
-        write_run(folder, recipe, target, spec)
+        write_run(folder, kept or recipe, target, spec)
         stack.pop_all()
     return Prepared(folder, spec, lock, is_finished)
 
@@ -241,21 +306,23 @@ def warn(spec: Spec, target: Target) -> None:
                 print(printable(f"megaspec: {change}"), file=sys.stderr)
 
 
-def _ended(prepared: Prepared, code: int) -> int:
+def _ended(prepared: Prepared, code: int, *, gives_up: bool = True) -> int:
     """Writes how this start ended into the run's folder while it is this job's. -> the code to end with."""
     assert prepared.lock is not None, "a run without its lock"
     if not prepared.lock.is_ours():
         return code
-    return exit_file.end(prepared.folder, code, step=newest_step(prepared.folder))
+    return exit_file.end(prepared.folder, code, step=newest_step(prepared.folder), gives_up=gives_up)
 
 
 def _record(folder: Path) -> None:
-    """Keeps what the run is made with in its folder: versions, GPUs, commits, and this command line without secrets.
-
-    That it is under way, too, in place of how it ended before.
-    """
+    """What the run is made with, and that it is under way, in place of how it ended before."""
     exit_file.begin(folder, step=newest_step(folder))
-    words = {"train", "resume", "--fork", "--config-dir", "--plugin", *loaded(), str(folder)}
+    record_environment(folder)
+
+
+def record_environment(folder: Path) -> None:
+    """Keeps what the run is made with in its folder: versions, GPUs, commits, and this command line without secrets."""
+    words = {"train", "resume", "--fork", "--config-dir", "--plugin", "--supervise", *loaded(), str(folder)}
     write_environment(folder, command=sys.argv, words=words, sections={*Recipe.model_fields, "recipe", "resume"})
 
 

@@ -93,6 +93,9 @@ def recompose(
     search = SearchPath(config_dirs)
     problems: list[Problem] = []
     chosen, values = _split(search, _parse(overrides), problems)
+    if problems:
+        # a choice that does not exist can't be read
+        raise RecipeError(problems)
     for group, choice in chosen.items():
         problems += search.check_defaults(f"{group}/{choice}", GROUPS)
     if problems:

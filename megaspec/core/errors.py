@@ -137,9 +137,14 @@ class AlertStop(MegaspecError):
 
 
 class HardwareError(MegaspecError):
-    """A machine that is suspected to compute wrongly."""
+    """A machine that is suspected to compute wrongly. `ranks`: those that are suspected, the same on every rank
+    that raises it; (): nobody can say which."""
 
     exit_code = 77
+
+    def __init__(self, problems: Sequence[Problem | str] | str = "", *, ranks: Sequence[int] = ()):
+        super().__init__(problems)
+        self.ranks = tuple(ranks)
 
 
 class RunLockedError(MegaspecError):

@@ -69,6 +69,8 @@ class Target(Frozen):
     """Ranks that torchrun has started. None: the launcher starts them."""
     local_ranks: PositiveInt | None = None
     """Ranks that torchrun has started on this machine."""
+    places: NonNegativeInt | None = None
+    """Ranks that a supervisor has room for on a machine without GPUs. None: nothing says how many."""
     versions: dict[str, str] = Field(default_factory=dict)
     """Version by package, and CUDA's of nvcc; what is not installed is not listed."""
 
@@ -106,6 +108,58 @@ def detect_target(environment: Mapping[str, str] | None = None) -> Target:
     if in_torchrun and "LOCAL_WORLD_SIZE" in environment:
         found["local_ranks"] = int(environment["LOCAL_WORLD_SIZE"])
     return Target(**found)
+
+
+def gpu_identifiers(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Identifiers (GPU-...) of the GPUs that this process may use, in the order of their numbers: those stay when
+    another GPU is gone, and numbers don't. () without a GPU."""
+    if environment is None:
+        environment = os.environ
+    found = _identifiers_by_nvml() or _identifiers_by_command()
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(found)
+    chosen = []
+    for part in visible.split(","):
+        entry = part.strip()
+        if entry.isdigit() and int(entry) < len(found):
+            chosen.append(found[int(entry)])
+        elif entry.startswith(("GPU-", "MIG-")):
+            # CUDA takes the beginning of an identifier for the whole
+            whole = [name for name in found if name.startswith(entry)]
+            chosen += whole[:1] or [entry]
+        elif entry:
+            break
+    return tuple(dict.fromkeys(chosen))
+
+
+def _identifiers_by_nvml() -> list[str]:
+    if pynvml is None:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    found = []
+    for number in range(pynvml.nvmlDeviceGetCount()):
+        identifier = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(number))
+        if isinstance(identifier, bytes):
+            identifier = identifier.decode()
+        found.append(identifier)
+    pynvml.nvmlShutdown()
+    return found
+
+
+def _identifiers_by_command() -> list[str]:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in lines if line.strip().startswith("GPU-")]
 
 
 def _gpus_by_nvml() -> list[DetectedGpu]:

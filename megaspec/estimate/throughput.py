@@ -65,6 +65,15 @@ class CollectiveCurve(Frozen):
     curve: Curve
 
 
+class MeasuredNetwork(Frozen):
+    """What the network cards between nodes were measured to carry (`megaspec doctor --out` on several nodes)."""
+
+    bandwidth: Annotated[float, Field(gt=0, le=1e15)]
+    """Bytes per second of one GPU in one direction, while all GPUs of its node send."""
+    latency: Seconds
+    """Seconds of a short message."""
+
+
 class ThroughputTable(Frozen):
     """What `megaspec bench throughput` writes. JSON both ways."""
 
@@ -90,6 +99,8 @@ class ThroughputTable(Frozen):
     """The part of that rate that the optimizer's update reaches."""
     collectives: tuple[CollectiveCurve, ...] = ()
     """Every kind, or none on a machine of one GPU."""
+    network: MeasuredNetwork | None = Field(None, exclude_if=lambda network: network is None)
+    """Between nodes; null: as the data sheet says."""
     launch_seconds: Seconds
     """What a step takes on the host before and after its layers."""
     layer_seconds: Seconds
@@ -136,6 +147,12 @@ class MeasuredThroughput:
         self._collectives: dict[str, dict[int, Curve]] = {}
         for one in links.collectives:
             self._collectives.setdefault(one.kind, {})[one.ranks] = one.curve
+        # between nodes: bytes per second of a rank, and seconds of a short message
+        self._network_rate = hardware.network_bandwidth * _NETWORK_SHARE
+        self._network_latency = hardware.network_latency
+        if table.network is not None and table.hardware == hardware.name:
+            self._network_rate = table.network.bandwidth
+            self._network_latency = table.network.latency
         self._products: dict[tuple[float | str, ...], float] = {}
 
     def matmul_seconds(self, m: float, n: float, k: float, *, precision: str, kind: ProductKind) -> float:
@@ -228,7 +245,7 @@ class MeasuredThroughput:
         if within_node:
             return inside
         # bytes per second of a rank
-        rate = self.hardware.network_bandwidth * _NETWORK_SHARE
+        rate = self._network_rate
         if kind == "p2p":
             outside = size / rate
         elif kind == "all_to_all":
@@ -237,7 +254,7 @@ class MeasuredThroughput:
         else:
             outside = size * _sent_share(kind, ranks) / (rate * ranks_per_node)
         start = min(curve.seconds[0] for curve in self._collectives[kind].values())
-        latency = _hops(kind, max(2, ceil(ranks / ranks_per_node))) * self.hardware.network_latency
+        latency = _hops(kind, max(2, ceil(ranks / ranks_per_node))) * self._network_latency
         # both links carry at once; the slower one counts
         return max(inside, start + outside) + latency
 
@@ -322,9 +339,8 @@ def _hops(kind: CollectiveKind, nodes: int) -> int:
 
 def throughput_of(hardware: Hardware) -> MeasuredThroughput:
     """From the shipped table of this kind of GPU; where there is none, from another one's and the data sheets."""
-    if (_MEASURED / f"{hardware.name.lower()}.json").is_file():
-        return MeasuredThroughput(_shipped(hardware.name), hardware)
-    return MeasuredThroughput(_shipped(_DEFAULT), hardware)
+    table = shipped_table(hardware.name) or _shipped(_DEFAULT)
+    return MeasuredThroughput(table, hardware)
 
 
 def read_throughput(path: Path, hardware: Hardware | None = None) -> MeasuredThroughput:
@@ -341,6 +357,18 @@ def read_throughput(path: Path, hardware: Hardware | None = None) -> MeasuredThr
 @cache
 def _shipped(name: str) -> ThroughputTable:
     return _read(_MEASURED / f"{name.lower()}.json")
+
+
+def shipped_table(name: str) -> ThroughputTable | None:
+    """The table of a kind of GPU that ships; None where none does."""
+    if not (_MEASURED / f"{name.lower()}.json").is_file():
+        return None
+    return _shipped(name)
+
+
+def read_table(path: Path) -> ThroughputTable:
+    """Of a file that `megaspec bench throughput` or `megaspec doctor --out` wrote. RecipeError: not such a file."""
+    return _read(path)
 
 
 def _read(path: Path) -> ThroughputTable:

@@ -65,9 +65,10 @@ def begin(run_dir: Path, *, step: int) -> None:
     _write(run_dir, Exit(None, "under way, or ended without a word", step, failed, _now()))
 
 
-def end(run_dir: Path, code: int, *, step: int) -> int:
+def end(run_dir: Path, code: int, *, step: int, gives_up: bool = True) -> int:
     """Says how a start ended. -> the code to end with: `code`, but INTERNAL for one HANG too many in a row.
 
+    `gives_up`: False where a supervisor counts failures itself, by its own limits.
     Of several ranks that call this the first whose code names a cause is kept.
     """
     former = read_exit(run_dir)
@@ -77,13 +78,22 @@ def end(run_dir: Path, code: int, *, step: int) -> int:
     if code in (INTERNAL, HANG):
         failed = 1 + _failed_before(former, step)
     meaning = MEANINGS.get(code, MEANINGS[INTERNAL])
-    if code == HANG and failed >= MOST_IN_A_ROW:
+    if gives_up and code == HANG and failed >= MOST_IN_A_ROW:
         code = INTERNAL
         meaning = f"start {failed} in a row that ended so, and none saved a step: another would end so too"
         text = f"megaspec: {meaning}; exit code {INTERNAL} for {HANG}"
         print(printable(text), file=sys.stderr, flush=True)
     _write(run_dir, Exit(code, meaning, step, failed, _now()))
     return code
+
+
+def end_for_good(run_dir: Path, code: int, meaning: str, *, step: int) -> None:
+    """Says how a supervisor ended, in place of how its last attempt did."""
+    former = read_exit(run_dir)
+    failed = 0
+    if former is not None:
+        failed = former.in_a_row
+    _write(run_dir, Exit(code, meaning, step, failed, _now()))
 
 
 def _failed_before(former: Exit | None, step: int) -> int:

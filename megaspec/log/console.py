@@ -61,6 +61,8 @@ class ConsoleSink:
             case RunStarted():
                 self._run = event
                 self._recent.clear()
+                if event.why:
+                    self._line(printable(f"attempt {event.attempt}: {event.why}"))
                 if event.step:
                     self._line(f"going on after step {event.step}")
             case RoutersDone():

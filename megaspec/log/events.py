@@ -17,6 +17,8 @@ class RunStarted:
     steps: int
     """Steps of the whole run."""
     attempt: int = 0
+    why: str = ""
+    """What the attempt before this one ended with, where a supervisor started this one again."""
     world_size: int = 1
     flops_per_token_causal: float | None = None
     """Forward and backward of one token, with half of the attention scores counted. None: not known."""

@@ -299,11 +299,16 @@ def ranks(draft: ResolverDraft) -> None:
     fewest = _fewest_ranks(draft)
     if target.world_size is not None:
         draft.fill("launcher.ranks", target.world_size, "torchrun started them")
+    elif draft["launcher.kind"] != "local":
+        world = draft["launcher.nodes"] * draft["launcher.ranks_per_node"]
+        draft.fill("launcher.ranks", world, "launcher.nodes · launcher.ranks_per_node")
     elif tp is not None and dp is not None:
         inner = tp * draft["parallelism.pp"] * draft["parallelism.cp"]
         draft.fill("launcher.ranks", inner * dp, "the product of the parallel degrees")
     elif target.device == "cuda":
         _rank_for_each_gpu(draft, tp=tp, dp=dp, fewest=fewest)
+    elif target.places is not None:
+        _rank_for_each_place(draft, tp=tp, multiple_of=max(fewest, dp or 1))
     else:
         _rank_for_each_core(draft, multiple_of=max(fewest, dp or 1))
 
@@ -336,12 +341,7 @@ def _fewest_ranks(draft: ResolverDraft) -> int:
 def _rank_for_each_gpu(draft: ResolverDraft, *, tp: int | None, dp: int | None, fewest: int) -> None:
     """Every GPU; where dp is open, as many as data-parallel ranks divide every global batch over."""
     gpus = draft.target.gpus
-    inner = (tp or 1) * draft["parallelism.pp"] * draft["parallelism.cp"]
-    batch_unit = _batch_unit(draft)
-    most = gpus
-    for n_ranks in range(fewest, gpus + 1, fewest):
-        if batch_unit % max(1, n_ranks // inner) == 0:
-            most = n_ranks
+    most = _most_that_divide_the_batch(draft, gpus, tp=tp, multiple_of=fewest)
     reason = f"one per GPU ({draft.target.gpu})"
     if dp is None and most < gpus:
         draft.fill("launcher.ranks", most, f"{reason}, as many of the {gpus} as divide the global batch")
@@ -349,11 +349,32 @@ def _rank_for_each_gpu(draft: ResolverDraft, *, tp: int | None, dp: int | None, 
         draft.fill("launcher.ranks", gpus, reason)
 
 
+def _most_that_divide_the_batch(draft: ResolverDraft, devices: int, *, tp: int | None, multiple_of: int) -> int:
+    """The most ranks, a multiple, over which data parallel divides every global batch; all where none do."""
+    inner = (tp or 1) * draft["parallelism.pp"] * draft["parallelism.cp"]
+    batch_unit = _batch_unit(draft)
+    most = devices
+    for n_ranks in range(multiple_of, devices + 1, multiple_of):
+        if batch_unit % max(1, n_ranks // inner) == 0:
+            most = n_ranks
+    return most
+
+
 def _rank_for_each_core(draft: ResolverDraft, *, multiple_of: int) -> None:
     """Without a GPU: the largest multiple that the cores have room for, and one multiple at least."""
     most = min(CPU_RANKS, draft.target.cores)
     n_ranks = max(multiple_of, most // multiple_of * multiple_of)
     reason = f"no GPU: one per core up to {CPU_RANKS}, a multiple of the degrees that are set"
+    draft.fill("launcher.ranks", n_ranks, reason)
+
+
+def _rank_for_each_place(draft: ResolverDraft, *, tp: int | None, multiple_of: int) -> None:
+    """On a CPU of which a supervisor says how many ranks it has room for: as on as many GPUs."""
+    places = draft.target.places
+    assert places is not None, "nothing says how many"
+    most = _most_that_divide_the_batch(draft, places, tp=tp, multiple_of=multiple_of)
+    n_ranks = max(multiple_of, most // multiple_of * multiple_of)
+    reason = f"as many of the {places} devices that may be used as divide the global batch"
     draft.fill("launcher.ranks", n_ranks, reason)
 
 

@@ -73,6 +73,22 @@ _MESH = {
         ("launcher.ranks=4",), ("launcher.ranks=2",), "launcher.ranks", target=CPU.model_copy(update={"world_size": 2})
     ),
     "ranks-degrees": Example(("launcher.ranks=4", "parallelism.tp=3", "model=gpt2_124m"), (_TP2,), "parallelism.tp"),
+    "ranks-places": Example(
+        ("launcher.ranks=2",), ("launcher.ranks=1",), "launcher.ranks", target=CPU.model_copy(update={"places": 1})
+    ),
+    "restarts-wait": Example(
+        ("launcher.restarts.first_wait_seconds=400",),
+        ("launcher.restarts.first_wait_seconds=4",),
+        "launcher.restarts.first_wait_seconds",
+    ),
+    "layouts-work": Example(
+        ("launcher.layouts=[['optim.lr=1e-3']]",), ("launcher.layouts=[['parallelism.tp=1']]",), "launcher.layouts"
+    ),
+    "layouts-twice": Example(
+        ("launcher.layouts=[['parallelism.tp=1'],['parallelism.tp=1']]",),
+        ("launcher.layouts=[['parallelism.tp=1']]",),
+        "launcher.layouts",
+    ),
     "ranks-gpus": Example(
         ("launcher.ranks=16", "train.global_batch=16"), ("launcher.ranks=8",), "launcher.ranks", target=H200
     ),
@@ -738,6 +754,41 @@ _CHECKPOINT = {
         ("checkpoint.fallback_dir=/scratch", "checkpoint.retries=0"), ("checkpoint.retries=1",), "checkpoint.retries"
     ),
 }
+_CLUSTER = ("launcher.hardware=cpu", "launcher.ranks_per_node=2")
+_SLURM = ("launcher=slurm", *_CLUSTER)
+_PODS = ("launcher=kubernetes", "launcher.image=megaspec", *_CLUSTER)
+_VOLUME = "launcher.volumes=[{claim: runs, path: /workspace}]"
+_LAUNCH = {
+    "launch-ranks": Example(
+        (*_SLURM, "launcher.ranks=4"), ("launcher.nodes=2",), "launcher.ranks", facts=replace(FACTS, train_tokens=10**7)
+    ),
+    "launch-gpus": Example(
+        ("launcher=slurm", "launcher.hardware=H200", "launcher.ranks_per_node=16", "train.global_batch=16"),
+        ("launcher.ranks_per_node=8", "launcher.nodes=2"),
+        "launcher.ranks_per_node",
+        target=H200.model_copy(update={"gpus": 16}),
+    ),
+    "launch-secret": Example(
+        (*_SLURM, "launcher.env={WANDB_API_KEY: x}"), ("~launcher.env",), "launcher.env.WANDB_API_KEY"
+    ),
+    "launch-code": Example(
+        (*_SLURM, "launcher.env={LD_PRELOAD: lib.so}"), ("~launcher.env",), "launcher.env.LD_PRELOAD"
+    ),
+    "launch-ours": Example((*_SLURM, "launcher.env={RANK: '0'}"), ("~launcher.env",), "launcher.env.RANK"),
+    "launch-time": Example((*_SLURM, "launcher.time=0:03:00"), ("launcher.time=1:00:00",), "launcher.time"),
+    "launch-name": Example((*_PODS, _VOLUME, "name=My_Run"), ("launcher.job=my-run",), "name"),
+    "launch-volume": Example(
+        (*_PODS, "launcher.volumes=[{claim: runs, path: /data}]"), ("launcher.work_dir=/data",), "launcher.work_dir"
+    ),
+    "launch-places": Example(
+        (*_PODS, "launcher.volumes=[{claim: runs, path: /workspace}, {claim: more, path: /tmp}]"),
+        ("launcher.volumes.1.path=/data",),
+        "launcher.volumes.1.path",
+    ),
+    "launch-priority": Example(
+        (*_PODS, _VOLUME, "launcher.priority=high"), ("launcher.queue=team",), "launcher.priority"
+    ),
+}
 EXAMPLES: dict[str, Example] = {
     **_NUMBERS,
     **_MESH,
@@ -752,4 +803,5 @@ EXAMPLES: dict[str, Example] = {
     **_INIT,
     **_PROFILE,
     **_CHECKPOINT,
+    **_LAUNCH,
 }

@@ -98,6 +98,16 @@ def a_gpu_for_each_rank(case: Case) -> Problem | None:
     return Problem("launcher.ranks", f"{text}; {way}")
 
 
+def a_place_for_each_rank(case: Case) -> Problem | None:
+    """The ranks of a supervised run on the CPU are at most the devices that it may use."""
+    ranks = case.recipe.launcher.ranks
+    places = case.target.places
+    if case.target.device == "cuda" or places is None or ranks <= places:
+        return None
+    text = f"launcher.ranks={ranks} must be at most the {places} devices that the run may use"
+    return Problem("launcher.ranks", f"{text}; lower it, or name more in the file `devices` of the run's folder")
+
+
 def named_hardware_is_known(case: Case) -> Problem | None:
     """about.hardware is a kind of GPU that the planner knows."""
     name = case.recipe.about.hardware

@@ -267,7 +267,8 @@ class Checks:
             is_certain=accused.is_certain,
             agreed_step=self.agreed_step,
         )
-        return Suspicion(event, HardwareError(said(event, accused.others, self._comm.size)))
+        text = said(event, accused.others, self._comm.size)
+        return Suspicion(event, HardwareError(text, ranks=event.ranks))
 
 
 @dataclass(frozen=True)

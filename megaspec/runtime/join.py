@@ -35,12 +35,15 @@ def join(
     store: TcpRendezvous,
     secret: RunSecret,
     entry: Callable[..., int] = main,
+    prepare_again: Callable[[str], object] | None = None,
 ) -> int:
     """Trains as one rank of it, or does what another `entry` of ranks does. -> exit code.
 
     `prepare` makes or finds the run's folder and returns its path; only rank 0 calls it, once for all attempts of the
-    world. What it raises ends every rank with the same exit code. UntrustedError: what this rank should do was not
-    said by a rank that has the `secret`, or spec.json is not what was prepared.
+    world. What it raises ends every rank with the same exit code. `prepare_again`, where there is one, makes that
+    folder ready for a world of another size, since hosts may go and come between two attempts; only rank 0 calls it.
+    UntrustedError: what this rank should do was not said by a rank that has the `secret`, or spec.json is not what was
+    prepared.
     """
     job, _, _ = store.prefix.rpartition("/")
     # nobody can guess where this job's keys are, its ranks' addresses among them
@@ -48,7 +51,7 @@ def join(
     me = RankInfo(rank, world_size, local_rank, attempt, store, JOIN_SECONDS)
     try:
         meeting = tcp_store(store, me, timedelta(seconds=JOIN_SECONDS))
-        answer = _agree(meeting, me, prepare, secret, job)
+        answer = _agree(meeting, me, prepare, prepare_again, secret, job)
     except dist.DistError as error:
         text = f"the ranks did not meet at {store.host}:{store.port}: {error}"
         tell(me, f"{text}; ranks that have different secrets don't find each other either")
@@ -97,12 +100,19 @@ def _check_spec(folder: Path, digest: str) -> None:
         )
 
 
-def _agree(meeting: dist.Store, me: RankInfo, prepare: Callable[[], str], secret: RunSecret, job: str) -> str:
+def _agree(
+    meeting: dist.Store,
+    me: RankInfo,
+    prepare: Callable[[], str],
+    prepare_again: Callable[[str], object] | None,
+    secret: RunSecret,
+    job: str,
+) -> str:
     """`DIGEST FOLDER` of the run, or how rank 0 failed, told to every rank."""
     place = {"attempt": str(me.attempt), "sequence": 1}
     if me.rank == 0:
         try:
-            answer = _first_answer(meeting, me, prepare, secret, job)
+            answer = _first_answer(meeting, me, prepare, prepare_again, secret, job)
         except MegaspecError as error:
             tell(me, error)
             answer = f"{_FAILED}{error.exit_code}"
@@ -129,14 +139,30 @@ def _wait(meeting: dist.Store, key: str) -> None:
 
 
 def _first_answer(
-    meeting: dist.PrefixStore, me: RankInfo, prepare: Callable[[], str], secret: RunSecret, job: str
+    meeting: dist.PrefixStore,
+    me: RankInfo,
+    prepare: Callable[[], str],
+    prepare_again: Callable[[str], object] | None,
+    secret: RunSecret,
+    job: str,
 ) -> str:
-    """What the first attempt prepared, kept in the store that outlives attempts; the first attempt prepares it."""
+    """What the first attempt prepared, kept in the store that outlives attempts; the first attempt prepares it, and one
+    of another world size prepares it anew. What is kept is signed, and the world size with it."""
     # the store without the prefix of this attempt
     shared = meeting.underlying_store
     key = f"{job}/{secret.token(job)}/run"
     place = {"attempt": "every", "sequence": 1}
+    world = str(me.world_size)
     if me.attempt == 0 or not shared.check([key]):
         folder = prepare()
-        shared.set(key, secret.sign(key, f"{_digest(Path(folder))} {folder}", **place))
-    return secret.open(key, shared.get(key), **place)
+        kept = f"{world} {_digest(Path(folder))} {folder}"
+        shared.set(key, secret.sign(key, kept, **place))
+    else:
+        of_world, _, answer = secret.open(key, shared.get(key), **place).partition(" ")
+        if prepare_again is not None and of_world != world:
+            folder, _ = _prepared(answer)
+            prepare_again(folder)
+            kept = f"{world} {_digest(Path(folder))} {folder}"
+            shared.set(key, secret.sign(key, kept, **place))
+    _, _, answer = secret.open(key, shared.get(key), **place).partition(" ")
+    return answer

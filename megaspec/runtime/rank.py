@@ -22,7 +22,16 @@ from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
 from megaspec.core import counted
 from megaspec.core.bounded_json import MAX_BYTES
-from megaspec.core.errors import AlertStop, HangError, MegaspecError, MemoryRunOut, Preempted, RecipeError, printable
+from megaspec.core.errors import (
+    AlertStop,
+    HangError,
+    HardwareError,
+    MegaspecError,
+    MemoryRunOut,
+    Preempted,
+    RecipeError,
+    printable,
+)
 from megaspec.core.regular_files import read_inside
 from megaspec.launcher import beat as beats
 from megaspec.launcher import exit_file
@@ -30,6 +39,7 @@ from megaspec.launcher.loopback import listen_at
 from megaspec.launcher.memory_kills import memory_kills
 from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
 from megaspec.launcher.stop import ask_to_stop, seconds_since_request, stopped_because, watch_signals
+from megaspec.launcher.suspects import SUSPECTS, tell_suspects
 from megaspec.log import prediction
 from megaspec.log.alerts import Alerts
 from megaspec.log.background import CLOSE_SECONDS
@@ -67,18 +77,20 @@ def main(
     timeout_seconds: float,
     lock_token: int | None = None,
     plugins: Sequence[str] = (),
+    why: str = "",
 ) -> int:
     """Trains the run whose spec.json is in `run_dir`. -> exit code (core/errors.py).
 
     `store`: where the ranks of this attempt meet. `timeout_seconds`: bound of every collective. `lock_token`: the
     fencing token of a launcher that holds the run's lock; None takes the lock here, on rank 0. `plugins`: packages
-    that the command line named.
+    that the command line named. `why`: what a supervisor starts this attempt after.
     """
     me = RankInfo(rank, world_size, local_rank, attempt, store, timeout_seconds)
 
     def train() -> None:
         load(plugins)
-        run_rank(Path(run_dir), me, lock_token)
+        with suspects_told(Path(run_dir), me):
+            run_rank(Path(run_dir), me, lock_token, why)
 
     return exit_code_of(me, train)
 
@@ -93,6 +105,20 @@ class RankInfo:
     attempt: int
     store: Rendezvous
     timeout_seconds: float
+
+
+@contextmanager
+def suspects_told(run_dir: Path, me: RankInfo) -> Iterator[None]:
+    """Leaves in the run's folder which ranks are suspected, for a supervisor that keeps away from their devices."""
+    try:
+        yield
+    except HardwareError as error:
+        try:
+            tell_suspects(run_dir, attempt=me.attempt, ranks=error.ranks, why=str(error))
+        except OSError as failure:
+            # the exit code and this rank's own words are left
+            tell(me, f"{run_dir / SUSPECTS}: {failure.strerror}")
+        raise
 
 
 def exit_code_of(me: RankInfo, work: Callable[[], None]) -> int:
@@ -150,8 +176,8 @@ def read_file(run_dir: Path, name: str) -> bytes:
         raise RecipeError(f"{run_dir / name} can't be read: {error.strerror}") from None
 
 
-def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
-    """Sets up device, groups, lock and sinks, and trains."""
+def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None, why: str = "") -> None:
+    """Sets up device, groups, lock and sinks, and trains. `why`: see `main`."""
     spec = read_spec(run_dir)
     assert set(spec.plugins) <= set(loaded()), f"spec.json needs plugins {spec.plugins}, loaded are {loaded()}"
     # here already: a builder that can't be imported is told before ranks wait for each other
@@ -204,7 +230,7 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
             stack.enter_context(
                 OwnHeartbeat(run_dir, position, attempt=me.attempt, world_size=me.world_size, is_ours=is_ours)
             )
-        run.started = started(spec, run_dir, step=run.step, attempt=me.attempt)
+        run.started = started(spec, run_dir, step=run.step, attempt=me.attempt, why=why)
         run.emit(run.started)
         how = "failed"
         try:
@@ -345,13 +371,14 @@ def _bounded_by_itself(position: Position, me: RankInfo, record: Callable[[int],
             raise HangError(f"a collective failed: {str(error).splitlines()[0]}") from error
 
 
-def started(spec: Spec, run_dir: Path, *, step: int, attempt: int) -> RunStarted:
+def started(spec: Spec, run_dir: Path, *, step: int, attempt: int, why: str = "") -> RunStarted:
     """The run's first event, with what speed is measured against."""
     predicted = read_prediction(run_dir)
     return RunStarted(
         step=step,
         steps=spec.train.steps,
         attempt=attempt,
+        why=why,
         world_size=spec.world_size,
         flops_per_token_causal=predicted.flops_per_token_causal,
         flops_per_token_full=predicted.flops_per_token_full,

@@ -2,17 +2,19 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from megaspec.checkpoint.lock import RunLock
-from megaspec.compose.words import take
+from megaspec.compose.words import compose_words, take
 from megaspec.core.errors import COMMAND_LINE, Preempted, Problem, RecipeError, printable
 from megaspec.core.frozen import AUTO
 from megaspec.data.files import write_error
 from megaspec.estimate.target import Target, detect_target
+from megaspec.recipe import Recipe
 from megaspec.search.fits import MEMORY
+from megaspec.spec import Spec
 from megaspec.sweep import hydra_jobs
 from megaspec.sweep.driver import Driver, PointSearch, SweepTable, exit_code, to_run
 from megaspec.sweep.metric import choose_direction, choose_metric, has_value, never_has
@@ -87,6 +89,28 @@ def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
         table = SweepTable(folder, head)
         _plan_ranks(table, checker, {one.fingerprint: one.ranks for one in checked})
         return _run_and_show(table, checker, machine)
+
+
+def specs_of_points(taken: SweepWords, config_dirs: Sequence[str], target_of: Callable[[Recipe], Target]) -> list[Spec]:
+    """The Specs of a grid's points, for jobs that train them elsewhere: each with a folder of its own, none is made.
+
+    `target_of`: the machine of a point. RecipeError, DataError: a point can't be run.
+    """
+    first = compose_words([*taken.plain, *grid(taken)[0]], config_dirs).recipe
+    checker = Checker(target_of(first), config_dirs, taken.memory)
+    checked = _checked_grid(taken, checker)
+    _tell_left_out(checked)
+    name = _sweep_name(taken)
+    folder = SWEEPS / name
+    if taken.spec.folder != AUTO:
+        folder = Path(taken.spec.folder)
+    specs = []
+    for number, one in enumerate(checked, 1):
+        point = one.point(number, count=len(checked), name=name, folder=folder)
+        recipe = recipe_of(point)
+        target_of(recipe)
+        specs.append(checker.spec(recipe, folder / point.folder, {}))
+    return specs
 
 
 def resume_sweep(path: Path, words: Sequence[str]) -> int:

@@ -28,6 +28,7 @@ def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keyw
     mark    at that time (or at once, for the point "warm-up") make the file `mark` and wait a moment, so that a signal
             that its appearance triggers comes while the rank is there
     raise   at that time an error that nobody expects
+    stop    at that time it is asked to stop
     full    from that time on there is no space left on the disk
     halt    at that time it stops where it is, alive (SIGSTOP)
     halt all  at that time it stops every rank, itself last
@@ -66,6 +67,8 @@ def _arm(run_dir: str, *, kind: str, point: str = "", count: int = 1, seconds: f
             faults.arm(point, lambda: _mark(mark), count=count)
         case "raise":
             faults.arm(point, _raise, count=count)
+        case "stop":
+            faults.arm(point, lambda: os.kill(os.getpid(), signal.SIGTERM), count=count)
         case "full":
             faults.arm(point, _disk_is_full, count=count)
         case "environment":

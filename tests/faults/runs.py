@@ -62,10 +62,10 @@ def make_run(folder: Path, recipe: Recipe, *, target: Target = TARGET) -> Path:
     return folder
 
 
-def go(run: Path, factory: RankFactory, *, fault: dict[str, Any] | None = None, **options: Any) -> int:
-    """One launch of a run. -> exit code."""
+def go(run: Path, factory: RankFactory, *, fault: dict[str, Any] | None = None, ranks: int = 0, **options: Any) -> int:
+    """One launch of a run. `ranks`: 0 for those of its spec. -> exit code."""
     options = {"grace_seconds": 20.0, "timeout_seconds": 20.0} | options
-    ranks = read_run(run).spec.world_size
+    ranks = ranks or read_run(run).spec.world_size
     return launch(str(run), ranks=ranks, entry=ENTRY, arguments={"fault": fault}, factory=factory, **options)
 
 

@@ -1,0 +1,272 @@
+"""SLURM: a Spec as the text of a batch job, and the job. Never imports torch.
+
+One task on each node, and in it megaspec_launchers/node.py. A task for each GPU would do without it, but then nobody on
+a node hears which rank failed first, ranks outlive each other by SLURM's KillWait, and a request to stop reaches ranks
+that SLURM kills one by one; torchrun in each task turns every exit code into 1. With a process of ours per node the
+codes, the grace and the first cause are those of a run on one machine, and Kubernetes' pods are started the same way.
+
+Values of `#SBATCH` lines are words of a small alphabet (megaspec/launcher/spec.py): SLURM's own grammar of them has no
+quoting that all versions share. What is not a word stands in the script, where the shell's quoting is exact.
+"""
+
+import math
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+
+from megaspec.core.errors import HangError, Preempted, Problem, RecipeError
+from megaspec.launcher.spec import SlurmContainer, SlurmLauncher
+from megaspec.spec import Spec
+from megaspec_launchers.recipe_file import NAME, SECRET_FILE, recipe_of_job, words_of_job
+
+SUBMIT = "sbatch"
+# Ends the recipe in the script: no line of a recipe looks so.
+END = "END-OF-RECIPE"
+# Between the warning and SLURM's own kill, beyond the grace: what is left of a step, and srun.
+MARGIN_SECONDS = 60
+# After which a job is put back into the queue.
+_RESTARTED = f"{HangError.exit_code}|{Preempted.exit_code}"
+
+
+def render(spec: Spec, *, memory: str = "check") -> str:
+    """The batch script of a run. Pure. `memory`: ignore starts it where it is predicted not to fit."""
+    return _script(spec, [spec], memory=memory)
+
+
+def render_array(specs: Sequence[Spec], *, at_once: int | None = None, memory: str = "check") -> str:
+    """The batch script of several runs that ask for the same nodes: an array, a task each. Pure.
+
+    `at_once`: how many tasks may run beside each other; None: as many as SLURM lets. RecipeError: their jobs differ.
+    """
+    first = specs[0]
+    for number, spec in enumerate(specs, 1):
+        if spec.launcher != first.launcher:
+            text = (
+                f"run {number}: the runs of a job array ask for the same nodes; keep launcher the same in all of them"
+            )
+            raise RecipeError([Problem("launcher", text)])
+    return _script(first, list(specs), at_once=at_once, memory=memory)
+
+
+def submit(text: str, _: Sequence[Spec]) -> str:
+    """Hands a script to sbatch, from the folder where it is called. -> the job's number.
+
+    RecipeError: there is no sbatch, or it refuses the job; nothing was started then.
+    """
+    refuse_missing()
+    done = subprocess.run([SUBMIT, "--parsable"], input=text, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise RecipeError(
+            [Problem("launcher", f"sbatch refuses the job: {said}; mend launcher.*, nothing was started")]
+        )
+    # NUMBER, or NUMBER;CLUSTER
+    return done.stdout.strip().partition(";")[0]
+
+
+def refuse_missing() -> None:
+    """RecipeError: sbatch can't be found."""
+    if shutil.which(SUBMIT) is None:
+        text = "launcher.kind=slurm needs sbatch, which can't be found; start it on a login node of the cluster, "
+        text += "or write the script with --print and submit it there"
+        raise RecipeError([Problem("launcher.kind", text)])
+
+
+def quoted(text: str) -> str:
+    """One word of bash that is this text, in printable ASCII whatever is in it. RecipeError: it is no Unicode."""
+    if text.isascii() and text.isprintable():
+        return shlex.quote(text)
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError:
+        raise RecipeError(f"{text!r} holds half of a letter (a surrogate), which no script can; drop it") from None
+    made = ""
+    for byte in raw:
+        character = chr(byte)
+        if character in "'\\" or not 0x20 <= byte < 0x7F:
+            made += f"\\x{byte:02x}"
+        else:
+            made += character
+    return f"$'{made}'"
+
+
+def _script(spec: Spec, specs: list[Spec], *, memory: str, at_once: int | None = None) -> str:
+    launcher = spec.launcher
+    assert isinstance(launcher, SlurmLauncher), f"launcher.kind={launcher.kind} is no job of SLURM"
+    lines = ["#!/bin/bash", *_options(spec, launcher, len(specs), at_once)]
+    lines += ["", *_preparation(launcher)]
+    if len(specs) == 1:
+        lines += ["", *_recipe(spec)]
+    else:
+        lines += ["", *_recipes(specs)]
+    if launcher.container is not None:
+        lines += ["", *_mounted()]
+    lines += ["", *_step(spec, launcher, memory), "", *_end(launcher)]
+    return "\n".join(lines) + "\n"
+
+
+def _options(spec: Spec, launcher: SlurmLauncher, runs: int, at_once: int | None) -> Iterator[str]:
+    """What SLURM is asked for. Its parser reads them up to the first command."""
+    said: dict[str, object] = {
+        "job-name": spec.name,
+        "nodes": launcher.nodes,
+        "ntasks-per-node": 1,
+        "time": launcher.time,
+        "account": launcher.account,
+        "partition": launcher.partition,
+        "qos": launcher.qos,
+        "constraint": launcher.constraint,
+        "reservation": launcher.reservation,
+        "cpus-per-task": launcher.cpus_per_node,
+        "mem": launcher.memory,
+    }
+    if launcher.hardware != "cpu":
+        said["gres"] = f"{launcher.gres}:{launcher.ranks_per_node}"
+    if runs > 1:
+        slots = "" if at_once is None else f"%{at_once}"
+        said["array"] = f"1-{runs}{slots}"
+    # to the tasks of the step, which save then; the shell that waits for them stays as it is
+    said["signal"] = f"USR1@{math.ceil(launcher.grace_seconds) + MARGIN_SECONDS}"
+    said["open-mode"] = "append"
+    for name, value in said.items():
+        if value is not None:
+            yield f"#SBATCH --{name}={value}"
+    if launcher.exclusive:
+        yield "#SBATCH --exclusive"
+    yield "#SBATCH --requeue"
+
+
+def _preparation(launcher: SlurmLauncher) -> Iterator[str]:
+    yield "set -u"
+    yield "# a request to stop is for the step, which saves: this shell waits for it, and then looks how it ended"
+    yield "trap : TERM USR1 HUP"
+    if launcher.modules:
+        yield f"module load {shlex.join(launcher.modules)} || exit 64"
+    for name, value in launcher.env.items():
+        yield f"export {name}={quoted(value)}"
+    yield "# nodes reach each other by the name of the first; the port is one that another job of the node hardly has"
+    yield 'host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    yield "port=$((10000 + SLURM_JOB_ID % 20000))"
+    yield "# what the job trains, where all its nodes see it"
+    yield 'job="$PWD/.megaspec-job-$SLURM_JOB_ID"'
+    yield "trap 'rm -rf \"$job\"' EXIT"
+    yield 'rm -rf "$job"'
+    yield 'mkdir -p "$job/recipes" || exit 73'
+    if launcher.nodes > 1:
+        yield "# by it ranks know what another rank wrote where they meet; another one in each start of the job"
+        secret = 'head -c 32 /dev/urandom | od -An -v -tx1 | tr -d " \\n" > "$job/secret"'
+        yield f"(umask 077 && {secret}) || exit 73"
+        yield f'export {SECRET_FILE}="$job/secret"'
+
+
+def _recipe(spec: Spec) -> Iterator[str]:
+    """Writes the recipe of the one run."""
+    yield f"run={quoted(spec.run_dir)}"
+    yield from _written(spec)
+
+
+def _recipes(specs: Sequence[Spec]) -> Iterator[str]:
+    """Writes the recipe of the run that an array's task is."""
+    yield 'case "$SLURM_ARRAY_TASK_ID" in'
+    for number, spec in enumerate(specs, 1):
+        yield f"{number})"
+        yield from _recipe(spec)
+        yield ";;"
+    yield "*)"
+    yield '  echo "megaspec: SLURM_ARRAY_TASK_ID=$SLURM_ARRAY_TASK_ID has no run" >&2'
+    yield "  exit 64 ;;"
+    yield "esac"
+
+
+def _written(spec: Spec) -> Iterator[str]:
+    text = recipe_of_job(spec)
+    if not text.isascii():
+        # bytes, whatever the locale of who prints the script, or of the node
+        yield f'printf %s {quoted(text)} > "$job/recipes/{NAME}.yaml" || exit 73'
+        return
+    assert END not in text.splitlines(), f"a recipe with the line {END}"
+    yield f"cat > \"$job/recipes/{NAME}.yaml\" <<'{END}' || exit 73"
+    yield text.removesuffix("\n")
+    yield END
+
+
+def _mounted() -> Iterator[str]:
+    """What every container of a job sees: the folder that it was submitted from, and that of an absolute run_dir."""
+    yield 'mounts="$PWD:$PWD"'
+    yield 'case "$run" in /*)'
+    yield '  runs=$(dirname -- "$run")'
+    yield '  mkdir -p -- "$runs" || exit 73'
+    yield '  mounts="$mounts,$runs:$runs" ;;'
+    yield "esac"
+    yield 'case "$PWD$run" in *[:,]*)'
+    yield '  echo "megaspec: $PWD, $run: no container can mount a folder with a colon or comma; take another" >&2'
+    yield "  exit 64 ;;"
+    yield "esac"
+
+
+def _step(spec: Spec, launcher: SlurmLauncher, memory: str) -> Iterator[str]:
+    """One task a node. The first that ends leaves the others time to end by themselves, with the code that counts."""
+    wait = math.ceil(launcher.grace_seconds) + MARGIN_SECONDS
+    words = ["srun", f"--nodes={launcher.nodes}", f"--ntasks={launcher.nodes}", "--ntasks-per-node=1"]
+    words += ["--kill-on-bad-exit=0", f"--wait={wait}"]
+    if launcher.cpus_per_node is not None:
+        # srun does not take it over from sbatch
+        words += [f"--cpus-per-task={launcher.cpus_per_node}"]
+    words += ["--cpu-bind=none"]
+    lines = [shlex.join(words), *_inside(launcher)]
+    node = ["python3", "-P", "-m", "megaspec_launchers.node", f"--nodes={launcher.nodes}"]
+    node += [f"--ranks={launcher.ranks_per_node}", "--rank-from=SLURM_NODEID", f"--grace={launcher.grace_seconds:g}"]
+    lines += [shlex.join(node)]
+    lines += ['--host="$host" --port="$port" --job="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --run-dir="$run"']
+    words = words_of_job("@job@", spec, memory=memory)
+    lines += [f"-- {shlex.join(words)}".replace("@job@", '"$job"')]
+    yield " \\\n  ".join(lines)
+    yield "code=$?"
+
+
+def _inside(launcher: SlurmLauncher) -> Iterator[str]:
+    """Of srun's words those that put a task into its container."""
+    container = launcher.container
+    if container is None:
+        return
+    if container.runtime == "pyxis":
+        yield f"--container-image={shlex.quote(container.image)} --no-container-mount-home"
+        yield f'--container-mounts="$mounts"{_mounts(container)} --container-workdir="$PWD"'
+        return
+    words = ["apptainer", "exec", "--no-home"]
+    if launcher.hardware != "cpu":
+        words += ["--nv"]
+    yield f'{shlex.join(words)} --pwd "$PWD" --bind "$mounts"{_mounts(container)}'
+    yield shlex.quote(container.image)
+
+
+def _mounts(container: SlurmContainer) -> str:
+    """`,/data:/data:ro,/models:/models`, quoted: what follows the job's own. Both programs read the same words."""
+    text = ""
+    for mount in container.mounts:
+        target = mount.target or mount.source
+        text += f",{PurePosixPath(mount.source)}:{PurePosixPath(target)}"
+        if mount.read_only:
+            text += ":ro"
+    if not text:
+        return ""
+    return shlex.quote(text)
+
+
+def _end(launcher: SlurmLauncher) -> Iterator[str]:
+    """The job's own exit code, and whether it goes back into the queue."""
+    yield "# of a task that was killed srun tells 128 and the signal; Python tells 1 of what it could not even begin"
+    yield 'if [ "$code" -ge 128 ]; then code=74; elif [ "$code" -eq 1 ]; then code=70; fi'
+    yield 'case "$code" in'
+    yield f"{_RESTARTED})"
+    yield f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launcher.max_restarts} ]; then'
+    yield '    echo "megaspec: exit code $code: the job goes back into the queue" >&2'
+    yield '    rm -rf "$job"'
+    yield '    scontrol requeue "$SLURM_JOB_ID"'
+    yield "  else"
+    yield f'    echo "megaspec: exit code $code after {launcher.max_restarts} restarts (launcher.max_restarts)" >&2'
+    yield "  fi ;;"
+    yield "esac"
+    yield 'exit "$code"'

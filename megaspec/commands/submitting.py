@@ -1,0 +1,139 @@
+"""How `train` hands a run to a cluster: resolved for its nodes here, trained there."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from megaspec.commands.planned import cluster_target
+from megaspec.compose.compose import Composed
+from megaspec.compose.words import compose_words, tell_left_out
+from megaspec.core.errors import Problem, RecipeError, printable
+from megaspec.core.frozen import AUTO
+from megaspec.core.terminal import terminal
+from megaspec.estimate.target import Target, detect_target
+from megaspec.launcher.spec import ClusterLauncher, SlurmLauncher
+from megaspec.plan.report import print_plan
+from megaspec.recipe import Recipe
+from megaspec.resolve.gather import gather_facts, planned_run_dir
+from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
+from megaspec.search.fits import memory_warning, start_problems
+from megaspec.sweep.multirun import specs_of_points
+from megaspec.sweep.points import grid
+from megaspec.sweep.words import OWN_LAUNCHER, read_words
+from megaspec_launchers import kubernetes, slurm
+
+SCHEDULERS: dict[str, ModuleType] = {"slurm": slurm, "kubernetes": kubernetes}
+"""By launcher.kind: `render(spec, memory=)`, `submit(text, specs)` and `refuse_missing()`."""
+
+
+def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memory: str, prints: bool) -> int:
+    """Resolves a run for the nodes that its job asks for, and submits the job or `prints` it. -> 0.
+
+    Nothing is written here: the job makes the run's folder where it runs. `goes_on`: with the run that is there
+    (resume=auto). RecipeError, DataError: what can't be trained, or no scheduler to submit to; nothing was started.
+    """
+    refuse_in_a_world(launcher)
+    scheduler = SCHEDULERS[launcher.kind]
+    if not prints:
+        scheduler.refuse_missing()
+    target = cluster_target(composed.recipe, launcher, detect_target())
+    facts = facts_for(composed.recipe, launcher, goes_on=goes_on)
+    refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
+    spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
+    tell_left_out(composed)
+    warning = memory_warning(spec, target)
+    if warning:
+        print(printable(f"megaspec: {warning}"), file=sys.stderr)
+    text = scheduler.render(spec, memory=memory)
+    if prints:
+        print(text, end="")
+        return 0
+    print_plan(spec, target, terminal())
+    said = scheduler.submit(text, [spec])
+    print(printable(f"{launcher.kind}: submitted {said}; the run is in {spec.run_dir}", keep="\n"))
+    return 0
+
+
+def launcher_of_points(words: Sequence[str], config_dirs: Sequence[str], *, prints: bool) -> ClusterLauncher | None:
+    """The launcher of a sweep's first point, where it submits jobs; None where points are run here, or can't be.
+
+    RecipeError: with `prints`, there is no first point.
+    """
+    try:
+        taken = read_words(words, config_dirs)
+        overrides = next(iter(grid(taken)), ())
+        launcher = compose_words([*taken.plain, *overrides], config_dirs).recipe.launcher
+    except RecipeError:
+        if prints:
+            raise
+        return None  # the sweep itself tells what is wrong, of every point
+    if isinstance(launcher, ClusterLauncher):
+        return launcher
+    return None
+
+
+def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: ClusterLauncher, *, prints: bool) -> int:
+    """The points of a grid as jobs: an array of SLURM, of which sweep.slots may run at once; or a job of Kubernetes
+    each. -> 0.
+
+    RecipeError, DataError: a point can't be trained, or there is no scheduler; nothing was started.
+    """
+    refuse_in_a_world(launcher)
+    scheduler = SCHEDULERS[launcher.kind]
+    if not prints:
+        scheduler.refuse_missing()
+    taken = read_words(words, config_dirs)
+    if taken.spec.kind != "grid" or taken.launcher != OWN_LAUNCHER:
+        text = f"launcher.kind={launcher.kind} submits the points of a grid; drop sweep.kind={taken.spec.kind} and "
+        text += "hydra/launcher, or set launcher=local to run points from here"
+        raise RecipeError([Problem("launcher.kind", text)])
+    # of every point the same, see _point_target
+    specs = specs_of_points(taken, config_dirs, partial(_point_target, launcher=launcher))
+    if isinstance(launcher, SlurmLauncher):
+        at_once = None if taken.spec.slots == AUTO else taken.spec.slots
+        text = slurm.render_array(specs, at_once=at_once, memory=taken.memory)
+    else:
+        text = "---\n".join(kubernetes.render(spec, memory=taken.memory) for spec in specs)
+    if prints:
+        print(text, end="")
+        return 0
+    said = scheduler.submit(text, specs)
+    folder = Path(specs[0].run_dir).parent
+    print(printable(f"{launcher.kind}: submitted {said}; {len(specs)} runs are in {folder}", keep="\n"))
+    return 0
+
+
+def _point_target(recipe: Recipe, *, launcher: ClusterLauncher) -> Target:
+    """The nodes of a point's job. RecipeError: its launcher is another."""
+    if recipe.launcher != launcher:
+        text = "launcher: the points of a sweep ask for the same nodes here; keep launcher the same in all of them"
+        raise RecipeError([Problem("launcher", text)])
+    return cluster_target(recipe, launcher, detect_target())
+
+
+def facts_for(recipe: Recipe, launcher: ClusterLauncher, *, goes_on: bool) -> Facts:
+    """What is known here of a job's data and folder. SLURM's nodes see the same files; what pods see is not known here:
+    what is missing here is told, and looked for there."""
+    facts = gather_facts(recipe)
+    if goes_on or launcher.kind == "kubernetes":
+        facts = replace(facts, run_dir=str(planned_run_dir(recipe)))
+    if launcher.kind == "kubernetes":
+        for problem in facts.problems:
+            print(f"not seen from here, the pods look again: {problem}", file=sys.stderr)
+        facts = replace(facts, problems=())
+    return facts
+
+
+def refuse_in_a_world(launcher: ClusterLauncher) -> None:
+    """RecipeError: this process is a rank of a world that is there already."""
+    if "RANK" in os.environ:
+        text = (
+            f"launcher.kind={launcher.kind} submits a job, but torchrun has started this process; give the command by "
+        )
+        text += "itself, or set launcher=local to train here"
+        raise RecipeError([Problem("launcher.kind", text)])

@@ -1,0 +1,181 @@
+"""Rules about jobs of a cluster: what a batch script or manifest can't say, or should not."""
+
+import re
+from pathlib import PurePosixPath
+
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.estimate.hardware import hardware_named
+from megaspec.launcher.spec import ClusterLauncher, KubernetesLauncher, SlurmLauncher
+from megaspec.rules.case import Case
+
+CPU = "cpu"
+# Pods, services and hostnames add to a job's name: `-node-0-0` and five letters of a pod's own.
+MOST_OF_A_NAME = 46
+# Variables that the texts set themselves.
+OURS = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|HOME|USER|PATH|TORCHELASTIC_.*|PET_.*|SLURM_.*)"
+)
+# By variables such as these a process loads code.
+CODE = re.compile(r"(LD_.*|PYTHON.*|BASH_ENV|ENV|PROMPT_COMMAND|IFS|SHELLOPTS|.*PLUGIN.*|.*_PATH|.*PRELOAD.*)")
+SECRETS = re.compile(r"(.*_)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_.*)?")
+
+
+def ranks_fill_the_nodes(case: Case) -> Problem | None:
+    """launcher.ranks is launcher.nodes times launcher.ranks_per_node."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, ClusterLauncher):
+        return None
+    world = launcher.nodes * launcher.ranks_per_node
+    if launcher.ranks == world:
+        return None
+    text = f"launcher.ranks={launcher.ranks} must be launcher.nodes={launcher.nodes} · "
+    text += f"launcher.ranks_per_node={launcher.ranks_per_node} = {world}; drop launcher.ranks"
+    nodes, rest = divmod(launcher.ranks, launcher.ranks_per_node)
+    if nodes and not rest:
+        text += f", or set launcher.nodes={nodes}"
+    return Problem("launcher.ranks", text)
+
+
+def nodes_have_such_gpus(case: Case) -> Problem | None:
+    """launcher.hardware is cpu or a GPU that is known, of which a node has as many as launcher.ranks_per_node."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, ClusterLauncher) or launcher.hardware == CPU:
+        return None
+    try:
+        hardware = hardware_named(launcher.hardware)
+    except RecipeError as error:
+        return Problem("launcher.hardware", f"launcher.{error.problems[0].message}, or cpu")
+    if launcher.ranks_per_node <= hardware.node_size:
+        return None
+    text = f"launcher.ranks_per_node={launcher.ranks_per_node} must be at most the {hardware.node_size} GPUs that a "
+    text += (
+        f"node of launcher.hardware={launcher.hardware} has; set it to {hardware.node_size} and raise launcher.nodes"
+    )
+    return Problem("launcher.ranks_per_node", text)
+
+
+def variables_hold_no_secret(case: Case) -> Problem | None:
+    """launcher.env holds no secret: recipes, run folders and batch scripts are read by others."""
+    for name in _variables(case):
+        if SECRETS.fullmatch(name):
+            key = f"launcher.env.{name}"
+            text = f"{key} names a secret, and recipe, run folder and job are read by others; drop it and"
+            way = "export it in the shell that submits the job"
+            if isinstance(case.recipe.launcher, KubernetesLauncher):
+                way = "keep it in a file of the run's volume that only its user can read"
+            return Problem(key, f"{text} {way}")
+    return None
+
+
+def variables_load_no_code(case: Case) -> Problem | None:
+    """launcher.env sets nothing by which a process loads code: a recipe is data."""
+    for name in _variables(case):
+        if CODE.fullmatch(name):
+            key = f"launcher.env.{name}"
+            text = f"{key} can make a process load code, and a recipe is data; drop it, and set it in the image, "
+            text += "in a module, or in the shell that submits the job"
+            return Problem(key, text)
+    return None
+
+
+def variables_are_not_ours(case: Case) -> Problem | None:
+    """launcher.env sets nothing that the job sets itself."""
+    for name in _variables(case):
+        if OURS.fullmatch(name):
+            key = f"launcher.env.{name}"
+            return Problem(key, f"{key} is set by the job itself; drop it")
+    return None
+
+
+def job_outlives_its_grace(case: Case) -> Problem | None:
+    """launcher.time is longer than launcher.grace_seconds, which is kept for the last checkpoint."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, SlurmLauncher):
+        return None
+    if seconds_of(launcher.time) > 2 * launcher.grace_seconds:
+        return None
+    text = f"launcher.time={launcher.time} must be more than twice launcher.grace_seconds={launcher.grace_seconds:g}, "
+    text += "which are kept for the last checkpoint; raise launcher.time, or lower launcher.grace_seconds"
+    return Problem("launcher.time", text)
+
+
+def seconds_of(time: str) -> int:
+    """Of SLURM's `days-hours:minutes:seconds`."""
+    days, _, clock = time.rpartition("-")
+    hours, minutes, seconds = clock.split(":")
+    return ((int(days or 0) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(seconds)
+
+
+def job_has_a_name(case: Case) -> Problem | None:
+    """The name of a Kubernetes job is one of Kubernetes': lower-case letters, digits and dashes, and short."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, KubernetesLauncher):
+        return None
+    if launcher.job is not None:
+        key = "launcher.job"
+        name = launcher.job
+    else:
+        key = "name"
+        name = case.recipe.name
+    if re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) and len(name) <= MOST_OF_A_NAME:
+        return None
+    nearest = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-0123456789")[:MOST_OF_A_NAME].strip("-") or "run"
+    text = f"{key}={name} must be a name of Kubernetes': at most {MOST_OF_A_NAME} lower-case letters, digits and "
+    text += f"dashes, the first a letter; set launcher.job={nearest}"
+    return Problem(key, text)
+
+
+def run_lies_in_a_volume(case: Case) -> Problem | None:
+    """The folder of a run that pods train lies in a volume that they may write: all else is gone with them."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, KubernetesLauncher):
+        return None
+    # run_dir may be left open: it then lies in the folder runs
+    run_dir = str(case.recipe.run_dir)
+    place = PurePosixPath(launcher.work_dir, run_dir)
+    writable = [volume.path for volume in launcher.volumes if not volume.read_only]
+    nearest = ""
+    for volume in launcher.volumes:
+        if place.is_relative_to(volume.path) and len(volume.path) > len(nearest):
+            nearest = volume.path
+    if nearest in writable and ".." not in place.parts:
+        return None
+    if writable:
+        way = f"set launcher.work_dir={writable[0]}, or mount a volume at {launcher.work_dir}"
+    else:
+        way = "give it a volume without read_only"
+    text = f"run_dir={run_dir} in launcher.work_dir={launcher.work_dir} must lie in a volume that pods may write, or "
+    return Problem("launcher.work_dir", f"{text}it is gone with them; {way}")
+
+
+def volumes_have_places(case: Case) -> Problem | None:
+    """No two volumes of pods are mounted at one place, or over what every pod has."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, KubernetesLauncher):
+        return None
+    seen = ["/dev/shm", "/tmp", "/etc/megaspec", "/"]
+    for number, volume in enumerate(launcher.volumes):
+        place = str(PurePosixPath(volume.path))
+        if place in seen:
+            key = f"launcher.volumes.{number}.path"
+            return Problem(key, f"{key}={volume.path} is taken by another volume of the pods; set another folder")
+        seen.append(place)
+    return None
+
+
+def priority_has_a_queue(case: Case) -> Problem | None:
+    """A priority of kueue needs a queue of kueue."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, KubernetesLauncher) or launcher.priority is None or launcher.queue is not None:
+        return None
+    text = (
+        f"launcher.priority={launcher.priority} is read by kueue alone, and launcher.queue is null; set launcher.queue"
+    )
+    return Problem("launcher.priority", f"{text}, or drop it")
+
+
+def _variables(case: Case) -> list[str]:
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, ClusterLauncher):
+        return []
+    return list(launcher.env)

@@ -1,0 +1,274 @@
+#!/bin/bash
+#SBATCH --job-name=hello
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=24:00:00
+#SBATCH --mem=0
+#SBATCH --gres=gpu:8
+#SBATCH --signal=USR1@180
+#SBATCH --open-mode=append
+#SBATCH --exclusive
+#SBATCH --requeue
+
+set -u
+# a request to stop is for the step, which saves: this shell waits for it, and then looks how it ended
+trap : TERM USR1 HUP
+# nodes reach each other by the name of the first; the port is one that another job of the node hardly has
+host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((10000 + SLURM_JOB_ID % 20000))
+# what the job trains, where all its nodes see it
+job="$PWD/.megaspec-job-$SLURM_JOB_ID"
+trap 'rm -rf "$job"' EXIT
+rm -rf "$job"
+mkdir -p "$job/recipes" || exit 73
+# by it ranks know what another rank wrote where they meet; another one in each start of the job
+(umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d " \n" > "$job/secret") || exit 73
+export MEGASPEC_RUN_SECRET_FILE="$job/secret"
+
+run=runs/hello
+cat > "$job/recipes/of-this-job.yaml" <<'END-OF-RECIPE' || exit 73
+defaults:  # no choice of a group adds to what stands here
+  - override /model: null
+  - override /parallelism: null
+  - override /precision: null
+  - override /data: null
+  - override /optim: null
+  - override /kernels: null
+  - override /train: null
+  - override /checkpoint: null
+  - override /log: null
+  - override /launcher: null
+name: hello
+run_dir: runs/hello
+about:
+  purpose: A first run, on whatever this machine has.
+  source: ''
+  hardware: null
+model:
+  n_layers: 4
+  d_model: 128
+  n_heads: 4
+  n_kv_heads: 2
+  d_head: 32
+  d_ffn: 320
+  vocab_size: 257
+  vocab_pad_to: 128
+  max_seq_len: 256
+  tied_embeddings: true
+  dropout: 0.0
+  init_std: 0.02
+  kind: decoder
+  embedding_scale: 1.0
+  residual_scale: 1.0
+  head_bias: false
+  logit_scale: 1.0
+  logit_cap: null
+  positions:
+    kind: rotary
+    base: 10000.0
+    fraction: 1.0
+    scaling:
+      kind: none
+  norm:
+    kind: rms
+    eps: 1.0e-05
+    weight: scale
+  layer:
+    kind: sequential
+    norms: pre
+  layer_types: {}
+  layer_pattern: []
+  attention:
+    kind: gqa
+    mask:
+      kind: causal
+    qkv_bias: false
+    out_bias: false
+    qk_norm: none
+    clip_qkv: null
+    score_scale: null
+    score_cap: null
+    sinks: false
+    output_gate: false
+    temperature:
+      kind: none
+    dropout: 0.0
+  mlp:
+    kind: gated
+    activation: silu
+    bias: false
+  moe: null
+parallelism:
+  tp: 1
+  pp: 1
+  cp: 1
+  ep: 1
+  etp: 1
+  dp_strategy: replicate
+  dp_replicate: 16
+  dp_shard: 1
+  sequence_parallel: false
+  pipeline:
+    schedule: 1f1b
+    virtual_stages: 1
+    micro_batch_group: 1
+    first_layers: null
+    last_layers: null
+    count_embedding: false
+    count_loss: false
+    layout: null
+  context:
+    kind: ring
+    factors: null
+  dispatch: all_to_all
+  recompute:
+    kind: none
+    parts: null
+    method: null
+    layers: null
+  offload:
+    layers: 0
+    optimizer: 0.0
+  overlap:
+    grad_reduce: true
+    param_gather: true
+    tp: true
+    p2p: true
+    shared_experts: true
+  grad_reduce: fp32
+  bucket_mb: 100.0
+precision:
+  kind: fp32
+data:
+  seq_len: 256
+  seed: 1234
+  document_mask: false
+  document_lengths: null
+  kind: indexed
+  blend:
+    - prefix: data/hello
+      weight: null
+  split: [969.0, 30.0, 1.0]
+  cache: data/index-cache
+  prepare:
+    tokenizer: byte
+    input: python
+optim:
+  lr: 0.003
+  weight_decay: 0.1
+  weight_decay_ramp:
+    kind: constant
+    end: null
+    steps: null
+    first_step: 0
+  clip: 1.0
+  schedule:
+    kind: cosine
+    first_step: 0
+    warmup_steps: 20
+    decay_steps: 240
+    init_lr: 0.0
+    min_lr: 0.0003
+    wsd_decay_steps: null
+    wsd_decay: linear
+    pieces: []
+    after_pieces: null
+  kind: adamw
+  beta1: 0.9
+  beta2: 0.95
+  eps: 1.0e-08
+  formats:
+    master: fp32
+    exp_avg: fp32
+    exp_avg_sq: fp32
+kernels:
+  attention: sdpa
+  attention_merge: triton
+  cross_entropy: triton
+  linear: torch
+  grouped: reference
+  unpermute: triton
+  norm: reference
+  gated: reference
+  rope: reference
+  fp8_cast: triton
+  scaled_product: cublaslt
+  scaled_grouped: reference
+  adamw: triton
+  compile: block
+train:
+  steps: 240
+  global_batch: 64
+  micro_batch: 4
+  batch_ramp: null
+  seed: 1234
+  deterministic: false
+  trainable: null
+  eval_every: 80
+  eval_samples: 32
+  sample:
+    prompt: 'The '
+    tokens: 64
+    temperature: 0.8
+    top_k: null
+    top_p: null
+    min_p: null
+    stop: []
+init:
+  from_hf: null
+  load: null
+  step: null
+  include: ['*']
+  exclude: []
+  rename: []
+  missing: error
+  vocab: same
+  new_rows: drawn
+  upcycle: none
+checkpoint:
+  every: 0
+  keep: 2
+  last: training
+log:
+  every: 10
+  console: live
+  tensorboard: true
+profile:
+  steps: null
+  ranks: [0]
+  memory: true
+launcher:
+  kind: local
+  ranks: 16
+  max_restarts: 0
+  restarts:
+    most: 100
+    window_hours: 24.0
+    without_progress: 3
+    first_wait_seconds: 1.0
+    longest_wait_seconds: 300.0
+    look_seconds: 30.0
+  layouts: []
+  grace_seconds: 120.0
+  timeout_seconds: 600.0
+END-OF-RECIPE
+
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=180 --cpu-bind=none \
+  python3 -P -m megaspec_launchers.node --nodes=2 --ranks=8 --rank-from=SLURM_NODEID --grace=120 \
+  --host="$host" --port="$port" --job="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --run-dir="$run" \
+  -- train --config-dir "$job" recipe=of-this-job resume=auto
+code=$?
+
+# of a task that was killed srun tells 128 and the signal; Python tells 1 of what it could not even begin
+if [ "$code" -ge 128 ]; then code=74; elif [ "$code" -eq 1 ]; then code=70; fi
+case "$code" in
+74|75)
+  if [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then
+    echo "megaspec: exit code $code: the job goes back into the queue" >&2
+    rm -rf "$job"
+    scontrol requeue "$SLURM_JOB_ID"
+  else
+    echo "megaspec: exit code $code after 100 restarts (launcher.max_restarts)" >&2
+  fi ;;
+esac
+exit "$code"

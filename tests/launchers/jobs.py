@@ -1,0 +1,109 @@
+"""Specs of jobs for tests, and programs that stand in for a scheduler's."""
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+from megaspec.commands.planned import cluster_target
+from megaspec.compose.compose import compose
+from megaspec.estimate.target import Target
+from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
+from megaspec.spec import Spec
+
+ROOT = Path(__file__).parents[2]
+HERE = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
+FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
+SLURM = ("launcher=slurm", "launcher.hardware=H100", "launcher.nodes=2", "train.global_batch=64")
+PODS = (
+    "launcher=kubernetes",
+    "launcher.hardware=H100",
+    "launcher.nodes=2",
+    "train.global_batch=64",
+    "launcher.image=nvcr.io/team/megaspec:1.0",
+    "launcher.volumes=[{claim: runs, path: /workspace}, {claim: corpus, path: /workspace/data, read_only: true}]",
+)
+ON_CPU = ("launcher.hardware=cpu", "launcher.ranks_per_node=1")
+
+
+def spec_of(*overrides: str) -> Spec:
+    """The resolved hello with overrides."""
+    composed = compose("hello", overrides)
+    target = cluster_target(composed.recipe, composed.recipe.launcher, HERE)
+    return resolve(composed.recipe, target, FACTS, composed.origins)
+
+
+def with_fields(spec: Spec, **changed: object) -> Spec:
+    """A Spec with other values below dotted names, `__` for a dot; typed as from a file."""
+    content = json.loads(spec.model_dump_json())
+    for name, value in changed.items():
+        *above, last = name.split("__")
+        section = content
+        for part in above:
+            section = section[part]
+        section[last] = value
+    return Spec.model_validate_json(json.dumps(content))
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def write_slurm(folder: Path) -> Path:
+    """sbatch, srun, scontrol and python3 in a folder: what SLURM does with a job, on one machine.
+
+    srun starts a task for each node beside each other, returns the highest code, and writes its words to srun.json and
+    the tasks' process ids to tasks. sbatch runs a script of stdin with the variables that SLURM sets; scontrol writes
+    what is requeued to requeued.
+    """
+    write_program(folder / "python3", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    write_program(
+        folder / "scontrol",
+        f"""#!/bin/sh
+if [ "$1" = show ]; then echo 127.0.0.1; else echo "$2" >> "{folder}/requeued"; fi
+""",
+    )
+    write_program(folder / "srun", f"#!{sys.executable}\n{_SRUN.format(folder=str(folder))}")
+    write_program(
+        folder / "sbatch",
+        f"""#!/bin/sh
+cat > "{folder}/job.sh"
+echo 4711
+""",
+    )
+    return folder
+
+
+_SRUN = """
+import json, os, subprocess, sys, time
+words = sys.argv[1:]
+options = {{}}
+while words and words[0].startswith("--"):
+    name, _, value = words.pop(0).partition("=")
+    options[name] = value
+with open({folder!r} + "/srun.json", "w") as file:
+    json.dump({{"options": options, "command": words, "environment": dict(os.environ)}}, file)
+if os.environ.get("ONLY_DUMP"):
+    sys.exit(int(os.environ["ONLY_DUMP"]))
+tasks = []
+for node in range(int(options["--nodes"])):
+    environment = os.environ | {{"SLURM_NODEID": str(node), "SLURM_PROCID": str(node)}}
+    tasks.append(subprocess.Popen(words, env=environment))
+with open({folder!r} + "/tasks", "w") as file:
+    file.write(" ".join(str(task.pid) for task in tasks))
+codes = [task.wait() for task in tasks]
+sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+"""
+
+
+def slurm_environment(programs: Path, **more: str) -> dict[str, str]:
+    """What a batch script of SLURM finds."""
+    path = os.pathsep.join([str(programs), os.environ["PATH"]])
+    sources = os.pathsep.join(str(ROOT / source) for source in ("", "kernels", "launchers"))
+    made = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RANK", "WORLD"))}
+    made |= {"PATH": path, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return made | {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[1-2]", **more}

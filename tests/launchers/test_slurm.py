@@ -1,0 +1,406 @@
+"""Batch jobs of SLURM: the text, what the shell makes of it, and what it starts."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from megaspec.cli import main
+from megaspec.core.errors import RecipeError
+from megaspec.launcher.exit_file import read_exit
+from megaspec_launchers import slurm
+from megaspec_launchers.recipe_file import NAME, recipe_of_job
+from tests.launchers.jobs import ON_CPU, SLURM, slurm_environment, spec_of, with_fields, write_slurm
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "jobs"
+CONTAINER = "launcher.container={image: 'nvcr.io#nvidia/pytorch:26.06-py3', mounts: [{source: /data, read_only: true}]}"
+APPTAINER = "launcher.container={runtime: apptainer, image: /images/megaspec.sif}"
+EVERYTHING = (
+    "launcher.account=team",
+    "launcher.partition=gpu",
+    "launcher.qos=high",
+    "launcher.constraint='hbm&ib'",
+    "launcher.reservation=night",
+    "launcher.gres=gpu:h100",
+    "launcher.cpus_per_node=96",
+    "launcher.time=2-00:00:00",
+    "launcher.modules=[cuda/13.0, nccl]",
+    "launcher.env={NCCL_SOCKET_IFNAME: ib0}",
+    "launcher.exclusive=false",
+)
+JOBS = {
+    "slurm": SLURM,
+    "slurm-everything": (*SLURM, *EVERYTHING, CONTAINER, "run_dir=/scratch/runs/hello"),
+    "slurm-apptainer": (*SLURM, APPTAINER),
+    "slurm-cpu": (*SLURM, *ON_CPU),
+}
+
+
+def array() -> str:
+    first = spec_of(*SLURM)
+    return slurm.render_array([with_fields(first, run_dir=f"runs/{n}", optim__lr=n / 100) for n in (1, 2)], at_once=1)
+
+
+@cache
+def texts() -> dict[str, str]:
+    made = {name: slurm.render(spec_of(*overrides)) for name, overrides in JOBS.items()}
+    return made | {"slurm-array": array()}
+
+
+@pytest.mark.parametrize("name", [*JOBS, "slurm-array"])
+def test_text(name):
+    """What is reviewed: `python -m tests.write_golden` writes it."""
+    assert texts()[name] == (GOLDEN / f"{name}.sh").read_text()
+
+
+@pytest.mark.parametrize("name", [*JOBS, "slurm-array"])
+def test_the_shell_takes_the_text(name, tmp_path):
+    text = texts()[name]
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    (tmp_path / "job.sh").write_text(text)
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    done = subprocess.run([shellcheck, "--severity=style", "job.sh"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_options_say_what_the_spec_says():
+    lines = slurm.render(spec_of(*JOBS["slurm-everything"])).splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+    assert {"--nodes=2", "--ntasks-per-node=1", "--gres=gpu:h100:8", "--requeue", "--account=team"} <= set(options)
+    assert "--exclusive" not in options
+    # SLURM reads options up to the first command
+    last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(line.startswith("#") for line in lines[:last])
+    # 120 s of grace and a minute before the limit
+    assert "--signal=USR1@180" in options
+    on_cpu = slurm.render(spec_of(*JOBS["slurm-cpu"]))
+    assert "--gres" not in on_cpu
+
+
+def test_runs_of_an_array_ask_for_the_same_nodes():
+    with pytest.raises(RecipeError, match="run 2: the runs of a job array ask for the same nodes"):
+        slurm.render_array([spec_of(*SLURM), spec_of(*SLURM, "launcher.nodes=1")])
+
+
+# ---- quoting
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory) -> Path:
+    return write_slurm(tmp_path_factory.mktemp("slurm") / "bin")
+
+
+def run_script(text: str, programs: Path, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = slurm_environment(programs, **more)
+    return subprocess.run(
+        ["bash"], input=text, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", timeout=200
+    )
+
+
+# whatever a file can hold but a null byte and halves of letters
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
+NASTY = [
+    "",
+    " ",
+    "a b",
+    "$(touch x)",
+    "`touch x`",
+    "'",
+    '"',
+    "\\",
+    "\n",
+    "a\nEND-OF-RECIPE\nb",
+    "é—字",
+    "-n",
+    "!!",
+    "*",
+    "~",
+]
+FIRST = {}
+
+
+def plain_spec():
+    if not FIRST:
+        FIRST["spec"] = spec_of(*SLURM, *ON_CPU)
+    return FIRST["spec"]
+
+
+def assert_arrives(programs: Path, *, run_dir: str, variable: str, prompt: str, source: str) -> None:
+    """What a task of the step is given is what the Spec says, to the letter; nothing else is executed."""
+    spec = with_fields(
+        plain_spec(),
+        run_dir=run_dir,
+        launcher__env={"NCCL_DEBUG": variable},
+        train__sample={"prompt": prompt or "a", "tokens": 4},
+        about__source=source,
+    )
+    text = slurm.render(spec)
+    assert text.isascii()
+    with tempfile.TemporaryDirectory() as folder:
+        write_keeper = text.replace("\nsrun ", '\ncp -r "$job" kept\nsrun ', 1)
+        done = run_script(write_keeper, programs, Path(folder), ONLY_DUMP="0")
+        assert done.returncode == 0, done.stderr
+        assert sorted(os.listdir(folder)) == ["kept"], "the script left something behind, or did what a text says"
+        kept = Path(folder, "kept", "recipes", f"{NAME}.yaml").read_text(encoding="utf-8")
+        assert kept == recipe_of_job(spec)
+    said = json.loads((programs / "srun.json").read_text())
+    assert f"--run-dir={run_dir}" in said["command"]
+    assert said["environment"]["NCCL_DEBUG"] == variable
+    assert len([word for word in said["command"] if word.startswith("--run-dir")]) == 1
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(run_dir=TEXTS, variable=TEXTS, prompt=TEXTS, source=TEXTS)
+@example(run_dir="a b/$(touch x)", variable="'; touch x; '", prompt="END-OF-RECIPE", source="a\nEND-OF-RECIPE\nb")
+def test_texts_arrive_unchanged(programs, run_dir, variable, prompt, source):
+    assert_arrives(programs, run_dir=run_dir, variable=variable, prompt=prompt, source=source)
+
+
+@pytest.mark.parametrize("nasty", NASTY)
+def test_nasty_texts_arrive_unchanged(programs, nasty):
+    assert_arrives(programs, run_dir=nasty, variable=nasty, prompt=nasty, source=nasty)
+
+
+def test_half_a_letter_is_refused():
+    with pytest.raises(RecipeError, match="holds half of a letter"):
+        slurm.quoted("a\ud800")
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["launcher.account='a b'", "launcher.partition='x\\n#SBATCH --uid=0'", "launcher.qos=$(id)", "launcher.qos=a;b"],
+)
+def test_options_that_are_no_words_are_refused(word, capsys):
+    assert main(["train", "recipe=hello", *SLURM, word, "--print"]) == 64
+    key = word.partition("=")[0]
+    assert f"{key}=" in capsys.readouterr().err
+
+
+def test_containers_see_the_run(programs, tmp_path):
+    """The folder of the job, that of an absolute run_dir, and what the recipe mounts; a colon is refused."""
+    place = tmp_path / "with space"
+    place.mkdir()
+    run_dir = str(tmp_path / "elsewhere" / "run")
+    spec = with_fields(spec_of(*SLURM, *ON_CPU, CONTAINER), run_dir=run_dir)
+    assert run_script(slurm.render(spec), programs, place, ONLY_DUMP="0").returncode == 0
+    options = json.loads((programs / "srun.json").read_text())["options"]
+    assert options["--container-image"] == "nvcr.io#nvidia/pytorch:26.06-py3"
+    elsewhere = str(tmp_path / "elsewhere")
+    assert options["--container-mounts"] == f"{place}:{place},{elsewhere}:{elsewhere},/data:/data:ro"
+    assert options["--container-workdir"] == str(place)
+    place = tmp_path / "with:colon"
+    place.mkdir()
+    done = run_script(slurm.render(spec), programs, place, ONLY_DUMP="0")
+    assert done.returncode == 64
+    assert "no container can mount a folder with a colon" in done.stderr
+    spec = spec_of(*SLURM, *ON_CPU, APPTAINER)
+    run_script(slurm.render(spec), programs, tmp_path, ONLY_DUMP="0")
+    command = json.loads((programs / "srun.json").read_text())["command"]
+    where = ["--pwd", str(tmp_path), "--bind", f"{tmp_path}:{tmp_path}", "/images/megaspec.sif", "python3"]
+    assert command[:9] == ["apptainer", "exec", "--no-home", *where]
+
+
+def test_ranks_of_several_nodes_share_a_secret(programs, tmp_path):
+    """Made by each start of the job, readable by its user alone, and gone with it."""
+    seen = set()
+    for _ in range(2):
+        text = slurm.render(plain_spec()).replace("\nsrun ", '\nstat -c %a "$job/secret"; cat "$job/secret"\nsrun ', 1)
+        mode, secret = run_script(text, programs, tmp_path, ONLY_DUMP="0").stdout.splitlines()
+        assert mode == "600"
+        assert len(secret) == 64
+        seen.add(secret)
+        said = json.loads((programs / "srun.json").read_text())
+        assert said["environment"]["MEGASPEC_RUN_SECRET_FILE"] == f"{tmp_path}/.megaspec-job-4711/secret"
+    assert len(seen) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert "secret" not in slurm.render(spec_of("launcher=slurm", *ON_CPU)).replace("/secrets", "")
+
+
+# ---- how a job ends
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "told", "requeued"),
+    [
+        (0, 0, 0, False),
+        (75, 0, 75, True),
+        (74, 3, 74, True),
+        (75, 100, 75, False),
+        (137, 0, 74, True),
+        (1, 0, 70, False),
+        (64, 0, 64, False),
+        (77, 0, 77, False),
+    ],
+)
+def test_what_goes_back_into_the_queue(programs, tmp_path, code, restarts, told, requeued):
+    (programs / "requeued").unlink(missing_ok=True)
+    text = slurm.render(plain_spec())
+    done = run_script(text, programs, tmp_path, ONLY_DUMP=str(code), SLURM_RESTART_COUNT=str(restarts))
+    assert done.returncode == told
+    assert (programs / "requeued").exists() == requeued
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_task_of_an_array_trains_its_own_run(programs, tmp_path):
+    for number in (1, 2):
+        run_script(array(), programs, tmp_path, ONLY_DUMP="0", SLURM_ARRAY_TASK_ID=str(number))
+        assert f"--run-dir=runs/{number}" in json.loads((programs / "srun.json").read_text())["command"]
+    assert run_script(array(), programs, tmp_path, ONLY_DUMP="0", SLURM_ARRAY_TASK_ID="3").returncode == 64
+
+
+# ---- the command
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    return tmp_path
+
+
+def test_print_starts_and_writes_nothing(here, capsys, corpus):
+    before = sorted(here.rglob("*"))
+    assert main(["train", "recipe=hello", *SLURM, "--print"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("#!/bin/bash\n#SBATCH ")
+    assert sorted(here.rglob("*")) == before
+
+
+def test_without_sbatch_nothing_is_written(here, capsys, corpus, monkeypatch):
+    monkeypatch.setenv("PATH", str(here))
+    before = sorted(here.rglob("*"))
+    assert main(["train", "recipe=hello", *SLURM]) == 64
+    assert "needs sbatch, which can't be found; start it on a login node" in capsys.readouterr().err
+    assert sorted(here.rglob("*")) == before
+
+
+def test_what_is_submitted_is_what_is_printed(here, capsys, corpus, monkeypatch, programs):
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    assert main(["train", "recipe=hello", *SLURM, "--print"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["train", "recipe=hello", *SLURM]) == 0
+    assert "slurm: submitted 4711; the run is in runs/hello" in capsys.readouterr().out
+    assert (programs / "job.sh").read_text() == printed
+
+
+def test_what_the_command_line_says_of_memory_reaches_the_nodes(here, capsys, corpus):
+    """The nodes would refuse the run again."""
+    for words, is_said in ((["memory=ignore"], True), ([], False)):
+        for first in ([], ["-m", "optim.lr=1e-3,2e-3"]):
+            assert main(["train", *first, "recipe=hello", *SLURM, *words, "--print"]) == 0
+            assert ("memory=ignore" in capsys.readouterr().out) == is_said
+
+
+def test_a_job_that_sbatch_refuses_is_told(here, capsys, corpus, monkeypatch, tmp_path):
+    program = tmp_path / "bin" / "sbatch"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'sbatch: error: invalid account' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    assert main(["train", "recipe=hello", *SLURM]) == 64
+    assert "sbatch refuses the job: sbatch: error: invalid account" in capsys.readouterr().err
+
+
+def test_a_sweep_is_an_array(here, capsys, corpus):
+    words = ["train", "-m", "recipe=hello", *SLURM, "optim.lr=1e-3,2e-3,3e-3", "sweep.slots=2", "sweep.name=rates"]
+    assert main([*words, "--print"]) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --array=1-3%2" in text
+    assert text.count("\nrun=sweeps/rates/") == 3
+    nodes = ["train", "-m", "recipe=hello", "launcher=slurm", *ON_CPU, "launcher.nodes=1,2", "--print"]
+    assert main(nodes) == 64
+    assert "the points of a sweep ask for the same nodes here" in capsys.readouterr().err
+    assert main([*words, "sweep.kind=optuna", "--print"]) == 64
+    assert main(["train", "recipe=hello", "--print"]) == 64
+    assert "set launcher=slurm or kubernetes" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": f"text {n} and more"}) for n in range(3000)))
+        command = ["data", "prepare", "text.jsonl", "--out", "data/hello", "--tokenizer", "byte", "--workers", "1"]
+        assert main(command) == 0
+    return folder / "data"
+
+
+@pytest.fixture
+def corpus(here, tokens) -> Path:
+    shutil.copytree(tokens, here / "data")
+    return here / "data"
+
+
+TINY = (
+    "model={n_layers: 1, d_model: 16, n_heads: 2, n_kv_heads: 1, d_ffn: 64}",
+    "data.seq_len=8",
+    "data.split=[9, 1, 0]",
+    "train.global_batch=4",
+    "train.eval_every=0",
+    "train.sample=null",
+    "log.tensorboard=false",
+    "log.console=plain",
+    "optim.schedule.warmup_steps=1",
+    "launcher.grace_seconds=20",
+)
+
+
+@pytest.mark.slow
+def test_a_job_of_two_nodes_is_stopped_and_goes_on(here, capsys, corpus, programs):
+    """As SLURM does it: the signal before the limit reaches the tasks, the job goes back, and its next start ends."""
+    (programs / "requeued").unlink(missing_ok=True)
+    (programs / "tasks").unlink(missing_ok=True)
+    words = ["launcher=slurm", "launcher.nodes=2", *ON_CPU, *TINY, "train.steps=150"]
+    assert main(["train", "recipe=hello", *words, "--print"]) == 0
+    script = capsys.readouterr().out
+    run = here / "runs" / "hello"
+    environment = slurm_environment(programs)
+    with open(here / "slurm.out", "w") as out:
+        job = subprocess.Popen(["bash", "-c", script], cwd=here, env=environment, stdout=out, stderr=out)
+    give_up = time.monotonic() + 120
+    while "step 3" not in (here / "slurm.out").read_text() and job.poll() is None:
+        assert time.monotonic() < give_up, (here / "slurm.out").read_text()
+        time.sleep(0.05)
+    for pid in (programs / "tasks").read_text().split():
+        os.kill(int(pid), signal.SIGUSR1)
+    assert job.wait(60) == 75, (here / "slurm.out").read_text()
+    assert (programs / "requeued").read_text().split() == ["4711"]
+    stopped = read_exit(run)
+    assert stopped.code == 75
+    assert 3 <= stopped.step < 150
+    done = run_script(script, programs, here, SLURM_RESTART_COUNT="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_exit(run).code == 0
+    assert yaml.safe_load((run / "spec.json").read_text())["world_size"] == 2
+    assert not list(here.glob(".megaspec-job-*"))
+
+
+NO_JOB = ("launcher=slurm", "launcher.hardware=cpu", "launcher.ranks_per_node=1")
+
+
+def test_a_command_that_starts_ranks_here_says_so(here, capsys, corpus):
+    assert main(["bench", "step", "recipe=hello", *NO_JOB]) == 64
+    assert "launcher.kind=slurm: megaspec train alone submits jobs" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_commands_of_a_run_start_ranks_here(here, capsys, corpus):
+    words = [word for word in TINY if "warmup" not in word]
+    words += ["launcher.ranks=1", "train.steps=1", "optim.schedule.warmup_steps=0"]
+    assert main(["train", "recipe=hello", *words]) == 0
+    for command in (["resume", "runs/hello"], ["eval", "runs/hello"], ["generate", "runs/hello", "a"]):
+        capsys.readouterr()
+        assert main([*command, *NO_JOB]) == 64
+        assert "launcher.kind=slurm: megaspec train alone submits jobs" in capsys.readouterr().err
