@@ -1,9 +1,12 @@
 """Lines that tests have to say: they stand together at the end, whichever worker ran the test."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
+from megaspec_launchers.local import PRELOADED, launch
+from megaspec_launchers.rank_factory import RankFactory
 from tests.ranks import RankPool
 
 Tell = Callable[[str], None]
@@ -22,6 +25,25 @@ def gpu_pool() -> Iterator[RankPool]:
     # blocks are compiled while the others wait
     with RankPool(device="cuda", timeout=300) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def _warm_process() -> Iterator[RankFactory]:
+    with RankFactory((*PRELOADED, launch.__kwdefaults__["entry"].partition(":")[0])) as made:
+        yield made
+
+
+@pytest.fixture
+def warm_launches(_warm_process: RankFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that are run in this process take their ranks from one process, instead of loading torch for each.
+
+    Ranks then have the environment that the first of these tests had: for tests that set nothing but a CPU's.
+    """
+    # a second of imports, which few tests need
+    from megaspec.commands import bench_step, evaluate, generate, starting
+
+    for command in (bench_step, evaluate, generate, starting):
+        monkeypatch.setattr(command, "launch", partial(launch, factory=_warm_process))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -18,6 +18,8 @@ from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec
 
 FOLDER = Path(__file__).parent / "golden" / "specs"
+# Of recipes that name no GPUs.
+ENDINGS = ("-cpu", "-h200")
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu"})
 VERSIONS = {"torch": "2.13.0", "tensorboard": "2.21.0"}
 GPUS = {
@@ -38,6 +40,15 @@ def targets(recipe: Recipe) -> dict[str, Target]:
     )
     assert hardware in GPUS, f"about.hardware={hardware} is not in GPUS of tests/golden_specs.py; add it"
     return {"": GPUS[hardware].model_copy(update={"gpus": ranks})}
+
+
+def golden_cases() -> list[tuple[str, str]]:
+    """Recipe and file ending of every golden file: what `resolved` makes, without composing anything."""
+    found = []
+    for path in sorted(FOLDER.glob("*.json")):
+        ending = next((one for one in ENDINGS if path.stem.endswith(one)), "")
+        found.append((path.stem.removesuffix(ending), ending))
+    return found
 
 
 def resolved() -> dict[str, dict[str, Any]]:

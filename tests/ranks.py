@@ -15,14 +15,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from tests.source_patch import Patch, install
+from tests.source_patch import PROJECT, Patch, forget_project, install
 
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pydantic", "safetensors.torch", "pytest"]
+# What takes most of a rank's first second otherwise; nothing of it has run when a rank is forked.
+PRELOAD += ["tokenizers", "megaspec.spec", "megaspec.verify.parity", "megaspec.checkpoint.store"]
 
 NOT_CONNECTED = "Gloo connectFullMesh failed"
 """What gloo says when the ranks of a new world could not reach each other."""
@@ -39,12 +43,19 @@ class _Rank:
     log: Path
 
 
+def forks() -> ForkServerContext:
+    """Makes processes that have PRELOAD loaded, and none of this process's threads. A process has one such server, so
+    that all tests have to ask for the same."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
 class RankPool:
-    """Rank processes that live until `close`. `patches` change the source of the project before it is imported."""
+    """Rank processes that live until `close`. `patches` change the source of the project before any of it runs."""
 
     def __init__(self, *, patches: tuple[Patch, ...] = (), timeout: float = 120.0, device: str = "cpu"):
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context = forks()
         self._patches, self._timeout, self._device = patches, timeout, device
         self._ranks: list[_Rank] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -160,6 +171,7 @@ def _serve(
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stream, 2)
     sys.path[:] = path
+    _forget_what_lies_elsewhere()
     install(patches)
 
     import torch  # loaded in the fork server already
@@ -186,6 +198,16 @@ def _serve(
             sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
         os._exit(status)  # gloo's threads may abort in a normal interpreter exit
+
+
+def _forget_what_lies_elsewhere() -> None:
+    """The server that ranks are forked from searches where the environment says, this rank where its test does."""
+    for name in PROJECT:
+        if name in sys.modules:
+            found = PathFinder.find_spec(name, sys.path)
+            if found is not None and found.origin != sys.modules[name].__file__:
+                forget_project()
+                return
 
 
 def _in_world(task: Callable[[], Any], rank: int, store: str, size: int, device: str) -> Any:

@@ -1,13 +1,15 @@
-"""Planted bugs: a line of shipped source is replaced before the module is imported."""
+"""Planted bugs: a line of shipped source is replaced before the module is imported, or in the functions of a module
+that has been imported and has not run yet."""
 
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 
 PROJECT = ("megaspec", "megaspec_kernels", "megaspec_launchers")
 
@@ -63,10 +65,95 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install(patches: Sequence[Patch]) -> None:
-    """From now on this process imports the project with the patches: call it before any task runs."""
+    """From now on this process runs the project with the patches: call it before any task runs.
+
+    Modules that are loaded already keep everything but the functions that a patch touches. Where it touches what is
+    computed as a module is imported, all of the project is imported anew.
+    """
     if not patches:
         return
+    if not all(_put_into_loaded(module, patches) for module in {p.module for p in patches}):
+        forget_project()
+    sys.meta_path.insert(0, _Finder(patches))
+
+
+def forget_project() -> None:
+    """What is imported of the project from now on is read anew."""
     for name in list(sys.modules):
         if name.split(".")[0] in PROJECT:
             del sys.modules[name]
-    sys.meta_path.insert(0, _Finder(patches))
+
+
+def _put_into_loaded(name: str, patches: Sequence[Patch]) -> bool:
+    """Gives the functions of a loaded module their patched code. -> False, nothing having been changed, when the
+    patches touch something else; True, too, where the module is not loaded: its import finds the patches."""
+    if name not in sys.modules:
+        return True
+    module = sys.modules[name]
+    source = Path(module.__file__).read_text()
+    for patch in patches:
+        if patch.module == name:
+            source = patch.apply(source)
+    before = module.__spec__.loader.get_code(name)
+    after = compile(source, module.__file__, "exec", dont_inherit=True)
+    new_codes = _changed(before, after)
+    functions = [_function_of(module, code) for code in new_codes]
+    if not functions or None in functions:
+        return False
+    for function in functions:
+        function.__code__ = new_codes[function.__code__]
+    return True
+
+
+def _function_of(module: ModuleType, code: CodeType) -> FunctionType | None:
+    """The function or method that has a code, by its name. None where it is not found, as what is run once only while
+    the module is imported."""
+    found: object = module
+    for part in code.co_qualname.split("."):
+        found = vars(found).get(part)
+        if isinstance(found, staticmethod | classmethod):
+            found = found.__func__
+        elif isinstance(found, property):
+            found = found.fget
+        if found is None:
+            return None
+    while hasattr(found, "__wrapped__"):
+        found = found.__wrapped__
+    if not isinstance(found, FunctionType) or found.__code__ != code:
+        return None
+    return found
+
+
+def _changed(before: CodeType, after: CodeType) -> dict[CodeType, CodeType]:
+    """The codes of functions that differ, old -> new: of functions in functions the outermost. Empty when anything else
+    differs, or what a function takes from around it."""
+    if _around_functions(before) != _around_functions(after):
+        return {}
+    found: dict[CodeType, CodeType] = {}
+    for old, new in zip(_inner(before), _inner(after), strict=True):
+        if old == new:
+            continue
+        if old.co_flags & inspect.CO_OPTIMIZED:
+            if (old.co_name, old.co_freevars) != (new.co_name, new.co_freevars):
+                return {}
+            found[old] = new
+            continue
+        inside = _changed(old, new)
+        if not inside and _text(old) != _text(new):
+            return {}
+        found |= inside
+    return found
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [one for one in code.co_consts if isinstance(one, CodeType)]
+
+
+def _around_functions(code: CodeType) -> tuple:
+    """What a module or a class body does, whatever lines it stands in."""
+    constants = ["code" if isinstance(one, CodeType) else one for one in code.co_consts]
+    return code.co_name, code.co_code, repr(constants), code.co_names, code.co_freevars, code.co_cellvars
+
+
+def _text(code: CodeType) -> tuple:
+    return _around_functions(code), [_text(one) for one in _inner(code)]

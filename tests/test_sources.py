@@ -3,6 +3,7 @@
 import ast
 import shutil
 import subprocess
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -16,12 +17,16 @@ from megaspec.sweep.multirun import SWEEPS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(p for room in ("megaspec", "kernels", "launchers") for p in (ROOT / room).rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
 # Where parity is held in fp64, "in fp32" means at least fp32: torch.promote_types, never .float().
 WIDE = ("megaspec/nn/", "megaspec/parallelism/")
 # Reading a file may execute nothing that is in it.
 NO_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 NO_CALLS = {"eval", "exec", "compile", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "__import__"}
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def name_of(node: ast.expr) -> str:
@@ -67,7 +72,7 @@ def violations(tree: ast.AST, *, wide: bool) -> list[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=label)
 def test_source(path):
     wide = label(path).startswith(WIDE) or path.name == "reference.py"
-    assert violations(TREES[path], wide=wide) == []
+    assert violations(tree_of(path), wide=wide) == []
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,8 @@ def test_what_is_allowed(text):
 def test_every_field_is_read_by_some_code():
     """A key that nothing reads would be ignored without a word."""
     read = set()
-    for path, tree in TREES.items():
+    for path in SOURCES:
+        tree = tree_of(path)
         if path.name in ("spec.py", "recipe.py"):
             continue
         for node in ast.walk(tree):

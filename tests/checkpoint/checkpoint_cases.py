@@ -1,6 +1,5 @@
 """Small checkpoints whose every value follows from (step, salt), ranks that are threads, and rank processes."""
 
-import multiprocessing
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +13,13 @@ from megaspec.checkpoint.comm import Comm, SoloComm
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import Store
+from tests.ranks import forks
 
 SOLO = SoloComm()
 CHUNK = 64
 
-# A forkserver with torch loaded: a rank process starts in some 20 ms, and has none of this process's threads.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch.distributed", "megaspec.checkpoint.store"])
+# A rank process starts in some 20 ms.
+FORKS = forks()
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "layers.0.wq": ((8, 6), torch.float32),

@@ -1,6 +1,7 @@
 """`megaspec schema`: what the shipped files are held by, with a validator that is not ours."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,12 @@ from megaspec.recipe import SECTIONS
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 CHOICES = sorted((ROOT / "conf").glob("*/*.yaml"))
-VALIDATORS = {
-    group: Draft202012Validator(json.loads(json.dumps(schema(group, SearchPath())))) for group in ("recipe", *SECTIONS)
-}
+GROUPS = ("recipe", *SECTIONS)
+
+
+@cache
+def validator(group):
+    return Draft202012Validator(json.loads(json.dumps(schema(group, SearchPath()))))
 
 
 def readings(text):
@@ -29,12 +33,12 @@ def readings(text):
 
 
 def is_valid(text, group="recipe"):
-    return [VALIDATORS[group].is_valid(content) for content in readings(text)]
+    return [validator(group).is_valid(content) for content in readings(text)]
 
 
-@pytest.mark.parametrize("group", VALIDATORS)
+@pytest.mark.parametrize("group", GROUPS)
 def test_it_is_a_schema(group):
-    Draft202012Validator.check_schema(VALIDATORS[group].schema)
+    Draft202012Validator.check_schema(validator(group).schema)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -120,7 +124,7 @@ def test_groups_know_their_own_keys():
 
 
 def test_keys_are_explained_and_choices_offered():
-    found = VALIDATORS["recipe"].schema
+    found = validator("recipe").schema
     lr = found["$defs"]["AdamWSpec"]["properties"]["lr"]
     assert lr["description"] == "Highest learning rate."
     offered = found["properties"]["defaults"]["items"]["anyOf"][1]["properties"]["override /model"]["anyOf"][0]["enum"]
@@ -131,10 +135,10 @@ def test_keys_are_explained_and_choices_offered():
 def test_the_command(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == VALIDATORS["recipe"].schema
+    assert json.loads(capsys.readouterr().out) == validator("recipe").schema
     assert main(["schema", "optim", "--out", "schemas/optim.json"]) == 0
     assert "# yaml-language-server: $schema=schemas/optim.json" in capsys.readouterr().out
-    assert json.loads(Path("schemas/optim.json").read_text()) == VALIDATORS["optim"].schema
+    assert json.loads(Path("schemas/optim.json").read_text()) == validator("optim").schema
     assert main(["schema", "optimm"]) == 64
     assert "did you mean optim?" in capsys.readouterr().err
 

@@ -21,6 +21,8 @@ from megaspec_launchers.rank_factory import RankFactory
 
 ROOT = Path(__file__).parents[2]
 TOYS = "tests.launchers.toys"
+# Seconds that tests wait for what comes within one on an idle machine. Toys that nobody stops last 60.
+PATIENCE = 40.0
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +191,10 @@ def test_a_folder_that_went_to_another_job_gets_no_line_from_this_launcher(tmp_p
 
 
 def test_killed_ranks_are_started_again(tmp_path, factory, capfd):
-    start = time.monotonic()
+    before = processor_seconds(factory)
     assert run(tmp_path, factory, "once", 4, restarts=10, dies_at_rank=2, attempts=11) == 0
-    assert time.monotonic() - start < 10
+    # 44 ranks out of one warm process
+    assert processor_seconds(factory) - before < 10
     for attempt in range(11):
         for rank in range(4):
             assert (tmp_path / f"attempt-{attempt}-rank-{rank}").exists()
@@ -221,10 +224,15 @@ def test_ranks_that_outlive_a_finished_one_are_killed_with_their_stacks(tmp_path
 
 def test_ranks_of_a_warm_factory_start_at_once(tmp_path, factory):
     run(tmp_path, factory, "codes", 1, codes=[0])
-    start = time.monotonic()
+    before = processor_seconds(factory)
     assert run(tmp_path, factory, "codes", 8, codes=[0] * 8) == 0
     # a fraction of a second; eight interpreters that load torch take over ten
-    assert time.monotonic() - start < 5.0
+    assert processor_seconds(factory) - before < 5.0
+
+
+def processor_seconds(factory):
+    """Of a warm process and of its ranks that have ended: how busy the machine is does not count."""
+    return sum(psutil.Process(factory.pid).cpu_times()[:4])
 
 
 def test_a_rank_starts_in_the_folder_of_its_launch(tmp_path, factory, monkeypatch):
@@ -267,8 +275,8 @@ def text_of(path):
     return path.read_text() if path.exists() else ""
 
 
-def wait_for(condition, seconds=15.0):
-    end = time.monotonic() + seconds
+def wait_for(condition):
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.01)
@@ -282,11 +290,27 @@ def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_hangup_that_nohup_ignores_stops_nothing(tmp_path):
+    with started(tmp_path, "saves", 2, under_nohup=True) as launcher:
+        os.kill(launcher.pid, signal.SIGHUP)
+        for pid in pids(tmp_path, "up", 2):
+            os.kill(pid, signal.SIGHUP)
+        os.kill(launcher.pid, signal.SIGUSR2)
+        logs = [tmp_path / "logs" / f"rank-{r}.log" for r in range(2)]
+        wait_for(lambda: all("toys.py" in log.read_text() for log in logs))
+        assert not any((tmp_path / f"saved-{r}").exists() for r in range(2))
+        os.kill(launcher.pid, signal.SIGTERM)
+        _, said = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 75
+    assert "SIGTERM: ranks finish" in said
+    assert "SIGHUP" not in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_reaches_every_rank(tmp_path, number):
     with started(tmp_path, "saves", 3) as launcher:
         os.kill(launcher.pid, number)
-        _, said = launcher.communicate(timeout=10)
+        _, said = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 75
     assert all((tmp_path / f"saved-{r}").exists() for r in range(3))
     assert said.count(signal.Signals(number).name) == 1
@@ -296,7 +320,7 @@ def test_ctrl_c_reaches_ranks_through_the_launcher_alone(tmp_path):
     with started(tmp_path, "saves", 2) as launcher:
         assert not set(pids(tmp_path, "up", 2)) & {p.pid for p in psutil.process_iter() if in_group(p, launcher.pid)}
         os.killpg(launcher.pid, signal.SIGINT)
-        launcher.communicate(timeout=10)
+        launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 75
 
 
@@ -312,8 +336,8 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace_time(tmp_path):
         ranks, children = pids(tmp_path, "up", 2), pids(tmp_path, "child", 2)
         start = time.monotonic()
         os.kill(launcher.pid, signal.SIGTERM)
-        _, said = launcher.communicate(timeout=10)
-        assert 0.5 < time.monotonic() - start < 3
+        _, said = launcher.communicate(timeout=PATIENCE)
+        assert time.monotonic() - start > 0.5
     assert launcher.returncode == 74
     assert "did not end in time" in said
     assert all(gone(p) for p in ranks)
@@ -327,7 +351,7 @@ def test_sigusr2_shows_where_every_rank_is_and_stops_nothing(tmp_path):
         wait_for(lambda: all("toys.py" in log.read_text() for log in logs))
         assert launcher.poll() is None
         os.kill(launcher.pid, signal.SIGTERM)
-        _, said = launcher.communicate(timeout=10)
+        _, said = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 75
     assert "SIGUSR2: every rank writes its stacks to its log and goes on" in said
 
@@ -336,14 +360,14 @@ def test_a_frozen_rank_is_named_and_not_one_that_waited_for_it(tmp_path):
     with started(tmp_path, "frozen", 3, grace_seconds=0.3) as launcher:
         wait_for(lambda: psutil.Process(pids(tmp_path, "up", 3)[1]).status() == psutil.STATUS_STOPPED)
         os.kill(launcher.pid, signal.SIGTERM)
-        _, said = launcher.communicate(timeout=10)
+        _, said = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 74
     assert "rank 1 did not end in time and was killed: it was stopped (SIGSTOP" in said
 
 
 def test_a_rank_that_is_stuck_is_named_and_not_one_that_waits_in_a_collective(tmp_path, capfd):
     def stop_when_up():
-        wait_for(lambda: all((tmp_path / f"up-{r}").exists() for r in range(2)), seconds=60)
+        wait_for(lambda: all((tmp_path / f"up-{r}").exists() for r in range(2)))
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -398,12 +422,12 @@ def test_a_rank_that_memory_ran_out_for_ends_the_run_for_good(tmp_path, small_gr
 def test_a_second_signal_kills_at_once(tmp_path):
     with started(tmp_path, "stubborn", 2, grace_seconds=60) as launcher:
         os.kill(launcher.pid, signal.SIGTERM)
+        # longer than a request that comes twice at once
         time.sleep(0.5)
         assert launcher.poll() is None
-        start = time.monotonic()
         os.kill(launcher.pid, signal.SIGINT)
-        _, said = launcher.communicate(timeout=10)
-        assert time.monotonic() - start < 2
+        # less than the grace time
+        _, said = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 74
     assert "SIGINT again: killing 2 ranks" in said
 
@@ -412,7 +436,7 @@ def test_a_request_that_comes_twice_at_once_counts_once(tmp_path):
     with started(tmp_path, "saves", 2, grace_seconds=60) as launcher:
         os.kill(launcher.pid, signal.SIGINT)
         os.kill(launcher.pid, signal.SIGTERM)
-        launcher.communicate(timeout=10)
+        launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 75
 
 
@@ -421,18 +445,18 @@ def test_no_rank_outlives_its_launcher(tmp_path):
         family = psutil.Process(launcher.pid).children(recursive=True)
         assert len(family) >= 5  # the server, two ranks, a child of each
         launcher.kill()
-        wait_for(lambda: all(gone(p.pid) for p in family), seconds=3)
+        wait_for(lambda: all(gone(p.pid) for p in family))
 
 
 def test_no_rank_outlives_the_server(tmp_path):
     with started(tmp_path, "stubborn", 2, max_restarts=0) as launcher:
         (server,) = psutil.Process(launcher.pid).children()
         server.kill()
-        _, said = launcher.communicate(timeout=10)
+        _, said = launcher.communicate(timeout=PATIENCE)
         assert launcher.returncode == 74
         assert "the process that starts ranks was killed by SIGKILL, by hand or because memory ran out" in said
         assert "its message is above" not in said
-        wait_for(lambda: all(gone(p) for p in pids(tmp_path, "up", 2)), seconds=3)
+        wait_for(lambda: all(gone(p) for p in pids(tmp_path, "up", 2)))
 
 
 def test_a_launch_ends_though_its_server_is_frozen(tmp_path, capfd, monkeypatch):
@@ -452,7 +476,7 @@ def test_a_launch_ends_though_its_server_is_frozen(tmp_path, capfd, monkeypatch)
     said = capfd.readouterr().err
     assert "no end of rank 0, 1 was heard of after the kill; the process that starts ranks" in said
     assert "was stopped (SIGSTOP, or a debugger)" in said
-    wait_for(lambda: all(gone(p) for p in pids(tmp_path, "up", 2)), seconds=3)
+    wait_for(lambda: all(gone(p) for p in pids(tmp_path, "up", 2)))
 
 
 @pytest.mark.parametrize(("how", "code"), [("return", 0), ("kill", 74)])
@@ -472,11 +496,10 @@ def test_a_signal_before_the_ranks_have_started_ends_at_once(tmp_path, monkeypat
 
     monkeypatch.setattr(local._Attempt, "_wait_until_ready", interrupted)
     before = signal.getsignal(signal.SIGTERM)
-    start = time.monotonic()
     with RankFactory(("torch",)) as cold:
         assert run(tmp_path, cold, "codes", 1, codes=[0]) == 75
-    # a fraction of a second; eight interpreters that load torch take over ten
-    assert time.monotonic() - start < 5.0
+        # nobody waited for its imports
+        assert not cold.is_ready
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megaspec.log import sinks, tensorboard
 from megaspec.log.events import EvalDone, RunEnded, Sampled
@@ -82,6 +81,9 @@ def test_an_error_of_the_training_passes_through(tmp_path):
 
 
 def curves(folder):
+    # takes a second to import, and every worker imports this file
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     found = EventAccumulator(str(folder))
     found.Reload()
     return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}

@@ -405,7 +405,7 @@ BUGS = [
     ("replicas of shards not summed", Patch(BUCKET, "if self.shard_group.sum is None:", "if True:"), "hsdp"),
     ("only the last micro batch reaches the shard", Patch(BUCKET, "if add:", "if False:"), "fsdp"),
     ("the shard is not emptied between steps", Patch(BUCKET, "if add:", "if True:"), "zero2"),
-    ("weights not gathered", Patch(BUCKET, "_all_gather(whole, own", "_all_gather(whole.clone(), own"), "zero1"),
+    ("weights not gathered", Patch(BUCKET, "_all_gather(buffer.whole,", "_all_gather(buffer.whole.clone(),"), "zero1"),
     (
         "gradients not scattered",
         Patch(

@@ -1,6 +1,9 @@
 """The comparison itself: what it must notice, and what it must not stumble over."""
 
+import importlib
+import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +23,11 @@ from megaspec.verify.parity import (
     gradient_errors,
     run_steps,
 )
+from tests import source_patch
 from tests.parity.cases import SEQUENCES, Case, batches_of, spec_of
 from tests.parity.tasks import truth_of
 from tests.ranks import RankDied, RankPool
+from tests.source_patch import Patch
 
 NAN = float("nan")
 
@@ -171,3 +176,78 @@ def fails_on_rank_1(rank: int) -> int:
 
 def squares(rank: int, x: int) -> tuple[int, int]:
     return rank, x * x
+
+
+SOURCE = """
+import functools
+
+def twice(x, by=2):
+    return by * x + 0
+
+@functools.cache
+def kept(x):
+    return [y + 1 for y in range(x)]
+
+class Part:
+    factor = 3
+
+    @property
+    def more(self):
+        return self.factor + 10
+
+    @staticmethod
+    def less(x):
+        return x - 20
+
+    class Inner:
+        def same(self):
+            return 30
+
+SUM = sum(x + 40 for x in range(2))
+TABLE = {"a": lambda x: x + 50}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "goes_into_functions"),
+    [
+        ("by * x + 0", "by * x + 1", True),
+        ("y + 1 for", "y + 2 for", True),
+        ("+ 10", "+ 11", True),
+        ("x - 20", "x - 21", True),
+        ("return 30", "return 31", True),
+        # none of these can be put into what is there: the module is read anew
+        ("by=2", "by=3", False),
+        ("factor = 3", "factor = 4", False),
+        ("range(2)", "range(3)", False),
+        ("x + 40", "x + 41", False),
+        ("x + 50", "x + 51", False),
+        # moves the lines of what follows
+        ("return 30", "assert self\n            return 31", False),
+    ],
+)
+def test_a_patch_is_felt_in_a_module_that_is_loaded_already(
+    tmp_path, monkeypatch, old, new, goes_into_functions
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(source_patch, "PROJECT", ("patched_here",))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    (tmp_path / "patched_here.py").write_text(SOURCE)
+    try:
+        loaded = importlib.import_module("patched_here")
+        source_patch.install([Patch("patched_here", old, new)])
+        assert ("patched_here" in sys.modules) == goes_into_functions
+        expected: dict[str, Any] = {}
+        exec(compile(SOURCE.replace(old, new), "expected", "exec"), expected)
+        found = importlib.import_module("patched_here")
+        # whoever has imported a function has the patched one
+        assert (found.twice is loaded.twice) == goes_into_functions
+        assert results(vars(found)) == results(expected)
+    finally:
+        sys.modules.pop("patched_here", None)
+
+
+def results(module: dict[str, Any]) -> list[Any]:
+    part = module["Part"]()
+    calls = [module["twice"](5), module["kept"](3), part.more, part.less(5), part.Inner().same()]
+    return [*calls, part.factor, module["SUM"], module["TABLE"]["a"](5), module["twice"].__defaults__]

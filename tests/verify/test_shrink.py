@@ -13,11 +13,8 @@ from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec
 from megaspec.verify.shrink import RANKS, alone, on_cpu, shrink
 from megaspec.verify.shrink_grid import Grid, grid_of, smaller_grids
-from tests.golden_specs import CPU, GPUS, targets
+from tests.golden_specs import CPU, GPUS, golden_cases, targets
 from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
-from tests.resolve.test_fuzz import NAMES
-
-CASES = [(name, ending) for name in NAMES for ending in targets(compose(name).recipe)]
 
 
 def shipped(name: str, ending: str) -> Spec:
@@ -47,7 +44,7 @@ def keeps_every_axis(spec: Spec, small: Spec) -> None:
     assert small.world_size == are.world <= max(RANKS, 2**wide)
 
 
-@pytest.mark.parametrize(("name", "ending"), CASES, ids=lambda one: one)
+@pytest.mark.parametrize(("name", "ending"), golden_cases(), ids=lambda one: one)
 def test_every_shipped_recipe(name, ending):
     spec = shipped(name, ending)
     small = shrink(spec, on_cpu(CPU))
