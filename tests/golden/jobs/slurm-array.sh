@@ -207,6 +207,17 @@ train:
   seed: 1234
   deterministic: false
   trainable: null
+  numbers:
+    skips: 0
+    within: 100
+    rollbacks: 0
+    before: 0
+    spikes: null
+  checks:
+    replicas_every: 0
+    sum_every: 1
+    state: 0.0
+    recompute: 0.0
   eval_every: 80
   eval_samples: 32
   sample:
@@ -231,6 +242,13 @@ init:
 checkpoint:
   every: 0
   keep: 2
+  keep_every: 0
+  keep_best: 0
+  best_by: mean
+  saving: blocking
+  retries: 1
+  fallback_dir: null
+  copy_to: null
   last: training
 log:
   every: 10
@@ -436,6 +454,17 @@ train:
   seed: 1234
   deterministic: false
   trainable: null
+  numbers:
+    skips: 0
+    within: 100
+    rollbacks: 0
+    before: 0
+    spikes: null
+  checks:
+    replicas_every: 0
+    sum_every: 1
+    state: 0.0
+    recompute: 0.0
   eval_every: 80
   eval_samples: 32
   sample:
@@ -460,6 +489,13 @@ init:
 checkpoint:
   every: 0
   keep: 2
+  keep_every: 0
+  keep_best: 0
+  best_by: mean
+  saving: blocking
+  retries: 1
+  fallback_dir: null
+  copy_to: null
   last: training
 log:
   every: 10
