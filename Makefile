@@ -6,7 +6,7 @@ BIN := .venv/bin
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(CURDIR)/launchers
 
 .DEFAULT_GOAL := help
-.PHONY: help install train kernels test test-slow test-gpu lint format bench golden hashes matrix
+.PHONY: help install train test test-slow test-gpu lint format bench golden hashes matrix
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,9 +15,6 @@ install: .venv/.installed ## make .venv with what training needs, pinned, and me
 
 train: .venv/.installed data/hello.manifest.json ## prepare a corpus and train recipe=hello; CONFIG="a.b=c ..." changes it
 	$(BIN)/megaspec train recipe=hello $(CONFIG)
-
-kernels: .venv/.installed ## compile the kernels in CUDA C++, which their first use would do; needs nvcc
-	$(BIN)/python -P -m megaspec_kernels.sources
 
 test test-slow: export OMP_NUM_THREADS := 1
 # Ranks are started by the hundred: each finds its modules compiled.

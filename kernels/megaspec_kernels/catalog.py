@@ -50,7 +50,7 @@ class Requirement:
     deterministic: bool = True
     """Whether it can add gradients in one order."""
     package: str = ""
-    """What has to be installed beside torch, as packages are named, or nvcc; nothing: empty."""
+    """What has to be installed beside torch, as packages are named; nothing: empty."""
     install: str = ""
     """How to install it."""
     precisions: tuple[str, ...] = ()
@@ -233,14 +233,6 @@ CATALOG: dict[str, Operation] = {
         {
             # the first GPUs that convert to fp8 themselves
             "triton": Requirement(devices=("cuda",), min_sm=89, precisions=UP_TO_FP32),
-            "cuda": Requirement(
-                devices=("cuda",),
-                min_sm=90,
-                max_sm=90,
-                precisions=UP_TO_FP32,
-                package="nvcc",
-                install="install CUDA's toolkit, or set CUDA_HOME to where it is",
-            ),
             "reference": Requirement(),
         }
     ),

@@ -22,7 +22,6 @@ from megaspec_kernels.attention_merge import triton as attention_merge_triton
 from megaspec_kernels.cross_entropy.chunked import linear_cross_entropy as cross_entropy_chunked
 from megaspec_kernels.cross_entropy.reference import linear_cross_entropy as cross_entropy_reference
 from megaspec_kernels.cross_entropy.triton import linear_cross_entropy as cross_entropy_triton
-from megaspec_kernels.fp8_cast import cuda as fp8_cast_cuda
 from megaspec_kernels.fp8_cast import formats as fp8_cast_formats
 from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
 from megaspec_kernels.fp8_cast import reference_groups as fp8_cast_reference_groups
@@ -335,17 +334,6 @@ REGISTRY: dict[str, dict[str, Any]] = {
             fp8_cast_triton.scale_of,
             fp8_cast_triton.scale,
             fp8_cast_triton.cast,
-            columns=fp8_cast_triton.columns,
-            groups=fp8_cast_triton_groups.groups,
-            group_amax=fp8_cast_triton_groups.group_amax,
-            group_cast=fp8_cast_triton_groups.group_cast,
-        ),
-        # the cast alone; what comes before it and what experts take is Triton's
-        "cuda": Fp8CastKernel(
-            fp8_cast_triton.amax,
-            fp8_cast_triton.scale_of,
-            fp8_cast_triton.scale,
-            fp8_cast_cuda.cast,
             columns=fp8_cast_triton.columns,
             groups=fp8_cast_triton_groups.groups,
             group_amax=fp8_cast_triton_groups.group_amax,

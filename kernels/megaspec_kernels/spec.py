@@ -61,11 +61,10 @@ class KernelsSpec(Frozen):
 
     reference: plain, which `compile` puts into one kernel. triton: one kernel for each direction, backward with the
     gradient of the values."""
-    fp8_cast: Auto[Literal["triton", "cuda", "reference"]] = "auto"
+    fp8_cast: Auto[Literal["triton", "reference"]] = "auto"
     """Quantising to fp8, of precision=fp8; with linear=te auto, since it has its own.
 
-    triton: a kernel for the largest elements, and one that writes both layouts. cuda: the latter in CUDA C++ for
-    Hopper, compiled by nvcc at its first use; all else by triton. reference: plain."""
+    triton: a kernel for the largest elements, and one that writes both layouts. reference: plain."""
     scaled_product: Auto[Literal["cublaslt", "torch", "reference"]] = "auto"
     """Products of fp8 matrices, of precision=fp8; with linear=te auto, since it has its own.
 

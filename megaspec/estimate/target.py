@@ -20,7 +20,6 @@ from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveInt
 from megaspec.estimate.cpu_memory import available_memory
 from megaspec.estimate.hardware import hardware_of
 from megaspec_kernels.catalog import PACKAGES as KERNEL_PACKAGES
-from megaspec_kernels.nvcc import nvcc_version
 
 _PACKAGES = (
     "megaspec",
@@ -72,7 +71,7 @@ class Target(Frozen):
     places: NonNegativeInt | None = None
     """Ranks that a supervisor has room for on a machine without GPUs. None: nothing says how many."""
     versions: dict[str, str] = Field(default_factory=dict)
-    """Version by package, and CUDA's of nvcc; what is not installed is not listed."""
+    """Version by package; what is not installed is not listed."""
 
     @property
     def device(self) -> str:
@@ -243,7 +242,4 @@ def _versions() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    compiler = nvcc_version()
-    if compiler is not None:
-        found["nvcc"] = compiler
     return found

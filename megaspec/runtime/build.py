@@ -54,7 +54,6 @@ from megaspec_kernels.attention import te as te_attention
 from megaspec_kernels.attention.packages import MODULES as ATTENTION_MODULES
 from megaspec_kernels.attention.packages import require
 from megaspec_kernels.catalog import CATALOG
-from megaspec_kernels.fp8_cast import cuda as fp8_cast_cuda
 from megaspec_kernels.registry import Kernels, LinearKernel, kernels_of
 from megaspec_kernels.scaled_product import cublaslt
 
@@ -311,9 +310,6 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
     if spec.kernels.scaled_product == "cublaslt" and mesh.device.type == "cuda":
         # what is missing is told before anything is built
         cublaslt.library()
-    if spec.kernels.fp8_cast == "cuda" and mesh.device.type == "cuda":
-        # the same, and compiled where it never was
-        fp8_cast_cuda.library()
     form = Fp8Form(
         recipe=precision.recipe,
         gradient_format=gradient_format,

@@ -140,15 +140,6 @@ def test_the_first_step_is_that_of_the_reference(recipe: str) -> None:
     assert fast == pytest.approx(plain, rel=2e-3)
 
 
-@pytest.mark.parametrize("compile", ["none", "block"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_cast_in_cuda_is_triton_s_to_the_bit(recipe: str, compile: str) -> None:
-    """Also inside of compiled blocks, and with the scales of every recipe."""
-    skip_blocks(recipe)
-    by_cuda = losses(fp8(recipe), compile=compile, steps=3, others={"fp8_cast": "cuda"})
-    assert by_cuda == losses(fp8(recipe), compile=compile, steps=3)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_compiled_model_computes_what_an_eager_one_does(recipe: str) -> None:
     """The same numbers on the grid but where bf16 is rounded once less: a few of them are neighbours. Steps magnify

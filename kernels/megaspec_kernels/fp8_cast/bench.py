@@ -10,13 +10,12 @@ from torch import Tensor
 
 from megaspec_kernels.bench import Bench, Held, Work, copy_of, on_device, random, training_dtype
 from megaspec_kernels.fp8_cast.formats import Block, scale_of, spread
-from megaspec_kernels.fp8_cast.tiles import CUDA_TILES, TILES
+from megaspec_kernels.fp8_cast.tiles import TILES
 from megaspec_kernels.gate import Results
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-_TILES = {"triton": TILES, "cuda": CUDA_TILES}
 BLOCKS: dict[str, Block] = {"a tensor": (None, None), "rows": (1, None), "1x128": (1, 128), "128x128": (128, 128)}
 
 
@@ -190,8 +189,8 @@ def _known(name: str, device: torch.device) -> Iterator[Work]:
         amount = (x_MK.itemsize + 2) * M * K
         # of some shapes all tiles, of which the first one is what a run takes
         forms: dict[str, dict[str, object]] = {"": {}}
-        for tile, form in _TILES.get(name, {}).items():
-            if (M, K) in compared:
+        if name == "triton" and (M, K) in compared:
+            for tile, form in TILES.items():
                 forms[f", tile {tile}"] = {"tile": form}
         for what, form in forms.items():
             call = partial(
