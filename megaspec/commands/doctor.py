@@ -20,7 +20,6 @@ from megaspec.doctor.finding import Finding, error, exit_code
 from megaspec.estimate.hardware import Hardware, hardware_of
 from megaspec.estimate.target import Target, detect_target
 from megaspec.estimate.throughput import read_table
-from megaspec_kernels.nvcc import nvcc_version
 from megaspec_launchers.environment import RankPlace, rank_from_environment
 from megaspec_launchers.local import launch
 
@@ -88,7 +87,6 @@ def look(target: Target, run_dir: Path, *, nodes: int) -> list[Finding]:
     found = software.installed(
         driver=None if driver is None else driver.version,
         driver_cuda=None if driver is None else driver.cuda,
-        nvcc=nvcc_version(),
         gpus=max(target.gpus, 0 if driver is None else len(driver.gpus)),
         sm=target.sm,
     )

@@ -51,17 +51,13 @@ class Software:
     """Of NVIDIA; None where there is none."""
     driver_cuda: tuple[int, int] | None = None
     """The newest CUDA that the driver knows."""
-    nvcc: str | None = None
-    """Version of the CUDA compiler; None where there is none."""
     gpus: int = 0
     """GPUs of this machine."""
     sm: int = 0
     """Their compute capability, 90 for Hopper."""
 
 
-def installed(
-    *, driver: str | None, driver_cuda: tuple[int, int] | None, nvcc: str | None, gpus: int, sm: int
-) -> Software:
+def installed(*, driver: str | None, driver_cuda: tuple[int, int] | None, gpus: int, sm: int) -> Software:
     """What is installed here."""
     packages = {}
     for name in LOOKED_AT:
@@ -69,7 +65,7 @@ def installed(
             packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return Software(packages, torch_cuda(), _torch_triton(packages), driver, driver_cuda, nvcc, gpus, sm)
+    return Software(packages, torch_cuda(), _torch_triton(packages), driver, driver_cuda, gpus, sm)
 
 
 def torch_cuda() -> str | None:
@@ -104,7 +100,6 @@ def software_findings(found: Software) -> Iterator[Finding]:
     yield from _triton(found)
     yield from _nccl(found)
     yield from _kernel_packages(found)
-    yield from _compiler(found)
     if found.gpus and "nvidia-ml-py" not in found.packages:
         why = (
             "without it this machine's GPUs are asked through nvidia-smi alone: errors of memory and clocks stay unseen"
@@ -218,19 +213,6 @@ def _kernel_packages(found: Software) -> Iterator[Finding]:
         yield warn(AREA, f"flash-attn-4 {found.packages['flash-attn-4']}", why=why, do=do)
     if "flash-attn" in found.packages:
         yield ok(AREA, f"flash-attn {found.packages['flash-attn']}")
-
-
-def _compiler(found: Software) -> Iterator[Finding]:
-    if found.nvcc is None or found.torch_cuda is None:
-        return
-    what = f"nvcc {found.nvcc}"
-    if found.nvcc.partition(".")[0] == found.torch_cuda.partition(".")[0]:
-        yield ok(AREA, what)
-        return
-    why = f"torch is built for CUDA {found.torch_cuda}: kernels in CUDA C++ are compiled for another runtime"
-    yield warn(
-        AREA, what, why=why, do="put the nvcc of torch's CUDA first on the PATH (module load cuda), or set CUDA_HOME"
-    )
 
 
 def _within(version: str, wanted: str) -> bool:

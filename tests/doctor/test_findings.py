@@ -144,7 +144,6 @@ def changed(**packages: str | None) -> Software:
             "transformer-engine-cu12 2.20, torch is built for CUDA 13.0",
         ),
         (replace(changed(flash_attn_4="4.0.0b36"), sm=80), "warn", "flash-attn-4"),
-        (replace(SOFTWARE, nvcc="12.8"), "warn", "nvcc 12.8"),
     ],
 )
 def test_versions_that_do_not_fit(found, level, said):
