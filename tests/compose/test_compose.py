@@ -50,7 +50,12 @@ def test_shipped_recipes(name):
 def test_every_section_is_a_group_with_choices_that_compose():
     assert set(SECTIONS) < set(Recipe.model_fields)
     # what only the user knows
-    needed = {"data/stream": ["data.files=[{path: x.jsonl}]", "data.tokenizer=byte"]}
+    machine = "launcher.hardware=cpu"
+    needed = {
+        "data/stream": ["data.files=[{path: x.jsonl}]", "data.tokenizer=byte"],
+        "launcher/slurm": [machine],
+        "launcher/kubernetes": [machine, "launcher.image=x", "launcher.volumes=[{claim: x, path: /x}]"],
+    }
     for section in SECTIONS:
         assert choices(section), section
         for choice in choices(section):
@@ -145,7 +150,7 @@ def test_any_field_can_be_set_without_plus():
 def test_every_scalar_of_the_schema_can_be_named_on_the_command_line():
     for path in field_paths(Recipe):
         if path.count(".") == 1 and not path.endswith(".kind"):
-            found = problems_of("hello", [f"{path}=[[]]"])
+            found = problems_of("hello", [f"{path}=[[[]]]"])
             assert all("is no key of a recipe" not in str(p) for p in found), path
 
 
