@@ -134,6 +134,10 @@ _RUNS = {
         "The fullest rank needs more memory than its GPU has, as predicted.",
         "Do what the message says, or train all the same with memory=ignore.",
     ),
+    "saving-memory": KnownCode(
+        "What is being saved beside training takes more of a machine's memory than is available, as predicted.",
+        "Set checkpoint.saving=blocking, or train all the same with memory=ignore.",
+    ),
     "hardware-unknown": KnownCode("Nothing is known of such a GPU.", "Name one with hardware=."),
     "vocab-unknown": KnownCode("model.vocab_size=auto takes that of the data.", "Prepare the data, or set the size."),
     "data-files": KnownCode("Data that is named is not there, or damaged.", "Give the command that the message names."),

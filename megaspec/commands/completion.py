@@ -95,7 +95,7 @@ _GENERATE = (
 )
 _MACHINE = ("hardware", "gpus", "throughput")
 COMMANDS: dict[str, Completed] = {
-    "train": Completed(("--config-dir", "--multirun", "--supervise"), "words", ("resume", "memory")),
+    "train": Completed(("--config-dir", "--multirun", "--print", "--supervise"), "words", ("resume", "memory")),
     "plan": Completed(("--config-dir", "--json", "--ranks", "--trace"), "words", _MACHINE),
     "show": Completed(("--config-dir", "--origins", "--resolved"), "words", _MACHINE, RUN),
     "verify": Completed(("--config-dir", "--cpu", "--json", "--ranks", "--steps"), "words", (*_MACHINE, "memory")),
@@ -109,6 +109,7 @@ COMMANDS: dict[str, Completed] = {
     "schema": Completed(("--config-dir", "--out"), "group"),
     "diff": Completed(("--config-dir", "--json"), "sides"),
     "completion": Completed((), "shell"),
+    "doctor": Completed(("--base", "--json", "--look-only", "--out", "--run-dir")),
     "from-megatron": Completed(("--checkpoint", "--gpus", "--name", "--out", "--partial")),
     "sweep": Completed(),
     "sweep resume": Completed((), "sweep", ("memory",), SWEEP),
@@ -117,7 +118,7 @@ COMMANDS: dict[str, Completed] = {
     "bench step": Completed(
         ("--balanced", "--config-dir", "--out", "--rank", "--steps", "--warm"), "words", (*_MACHINE, "memory")
     ),
-    "bench throughput": Completed(("--out",)),
+    "bench throughput": Completed(("--only", "--out", "--seconds")),
     "bench kernel": Completed(("--json",)),
     "data": Completed(),
     "data prepare": Completed(

@@ -415,4 +415,4 @@ def _numbers_of_the_step(recipe: Recipe, topology: Topology) -> Iterator[Collect
     beside_norm = 4
     yield from topology.make(what, "all_reduce", DENSE_AXES, (1 + beside_norm) * _FP64, 1, phase="step")
     yield from topology.make(what, "all_reduce", loss_axes, layer_run(recipe).wide, 1, phase="step")
-    yield from topology.make(what, "all_reduce", DENSE_AXES, 2 * _INDEX, 1, phase="step")
+    yield from topology.make(what, "all_reduce", DENSE_AXES, 3 * _INDEX, 1, phase="step")

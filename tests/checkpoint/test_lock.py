@@ -334,7 +334,7 @@ def test_a_zombie_publishes_nothing(tmp_path, monkeypatch, point, step) -> None:
     with new[0].newest_good(SOLO) as reader:
         assert_holds(reader, step, 7)
         assert reader.manifest.token == 2
-    new[0]._lock.release()
+    new[0].lock.release()
 
 
 def test_a_lock_in_a_forked_child_is_inert(tmp_path) -> None:

@@ -17,10 +17,13 @@ from megaspec.core.errors import RecipeError
 from megaspec.core.fields import ENTRY, NAME, FieldAt, fields_of, same_path
 from megaspec.core.marked_yaml import parse_yaml
 from megaspec.core.problems import field_paths
+from megaspec.launcher.spec import ClaimVolume, Mount, Toleration
+from megaspec.log.spec import AlertSpec
 from megaspec.optim.spec import PieceSpec
 from megaspec.recipe import Recipe
 from megaspec.rules.examples import EXAMPLES
 from megaspec.rules.table import RULES
+from megaspec.train.spec import SkippedSteps
 
 ROOT = Path(__file__).parents[2]
 FIELDS = list(fields_of(Recipe))
@@ -164,7 +167,12 @@ def test_fields_are_those_that_pydantic_knows():
         "init.rename.*.source",
         "model.moe.router.losses.*.kind",
         "model.moe.router.losses.*.coefficient",
+        *(f"launcher.container.mounts.*.{name}" for name in Mount.model_fields),
+        *(f"launcher.tolerations.*.{name}" for name in Toleration.model_fields),
+        *(f"launcher.volumes.*.{name}" for name in ClaimVolume.model_fields),
+        *(f"log.alerts.*.{name}" for name in AlertSpec.model_fields),
         *(f"optim.schedule.pieces.*.{name}" for name in PieceSpec.model_fields),
+        *(f"train.skip_steps.*.{name}" for name in SkippedSteps.model_fields),
     }
     assert same_path("data.blend.*.prefix", "data.blend.12.prefix")
     assert not same_path("data.blend.*.prefix", "data.blend.x.prefix")
@@ -252,7 +260,7 @@ def test_a_code_in_words(capsys):
     ("words", "text"),
     [
         (["optim.lrr"], "did you mean optim.lr"),
-        (["warmup"], "did you mean optim.schedule.warmup_steps?"),
+        (["warmup"], "did you mean optim.schedule.warmup_steps or train.numbers.spikes.warmup_steps?"),
         (["lr"], "did you mean optim.lr or optim.schedule.pieces.*.lr?"),
         (["tp-head"], "did you mean tp-heads"),
         (["qqqqqqq"], "sections are"),

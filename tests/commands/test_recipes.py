@@ -42,6 +42,6 @@ def test_a_wrong_recipe_is_listed_with_what_is_wrong(capsys, tmp_path):
     (tmp_path / "recipes" / "mine.yaml").write_text("defaults:\n  - hello\ntrain: {stepss: 1}\n")
     assert main(["recipes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert "did you mean steps?" in found["mine"]["wrong"]
+    assert "did you mean steps or skip_steps?" in found["mine"]["wrong"]
     assert main(["recipes"]) == 0
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("mine")] == ["wrong"]

@@ -26,7 +26,7 @@ DIES = Patch(
 )
 # A rank's routers count its own tokens alone.
 OWN_LOADS = Patch(
-    "megaspec.parallelism.expert", "            dist.all_reduce(sums, group=group)\n", "            pass\n"
+    "megaspec.parallelism.expert", "            counted.all_reduce(sums, group=group)\n", "            pass\n"
 )
 
 

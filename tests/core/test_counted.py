@@ -20,7 +20,7 @@ CALL = re.compile(
     r"\b(?:dist|distributed|c10d)\.(?:all_\w+|reduce\w*|broadcast\w*|barrier|monitored_barrier|send\w*|recv\w*"
     r"|gather\w*|scatter\w*|batch_\w+)\("
 )
-MEASURE = ("megaspec/verify/measured_throughput.py", "megaspec/doctor/probe.py")
+MEASURE = ("megaspec/verify/measured_throughput.py", "megaspec/doctor/probe.py", "megaspec/doctor/world.py")
 """They time collectives themselves, outside of any run."""
 
 

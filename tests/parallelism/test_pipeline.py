@@ -325,7 +325,7 @@ def saved(rank: int, run: Run, folder: str) -> dict[str, Any] | None:
     mine = divide(batches_of(run, 1)[0], mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
     scaler = build_scaler(built.spec.precision, device=built.device)
     train_step(built, mine, lr=1e-2, weight_decay=0.1, scaler=scaler)
-    state = progress(built, step=1, samples=0, tokens=0, scaler=None)
+    state = progress(built, step=1, samples=0, tokens=0, scaler=None, numbers={})
     store.save(1, pieces_of(built), spec=built.spec.model_dump(mode="json"), state=state, comm=comm)
     return everything(built)
 

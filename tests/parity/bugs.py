@@ -387,7 +387,7 @@ SHARDS = [
     ),
     Bug(
         "replicas of shards not summed",
-        Patch(BUCKET, "dist.all_reduce(own, group=self.shard_group.sum)", "pass"),
+        Patch(BUCKET, "counted.all_reduce(own, group=self.shard_group.sum)", "pass"),
         Case(dp=4, strategy="hsdp", replicas=2, mask="uneven"),
         invisible=True,
     ),
@@ -503,7 +503,7 @@ EXPERTS = [
         "bias moved by a rank's own loads",
         Patch(
             EXPERT,
-            "if group is not None:\n            dist.all_reduce(sums, group=group)",
+            "if group is not None:\n            counted.all_reduce(sums, group=group)",
             "if False:\n            pass",
         ),
         Case(dp=2, ep=2, router="sigmoid", mask="uneven", optimizer="sgd"),
@@ -797,7 +797,7 @@ FP8 = [
     ),
     Bug(
         "steps remembered by each rank for itself",
-        Patch("megaspec.parallelism.fp8", "dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)", "pass"),
+        Patch("megaspec.parallelism.fp8", "counted.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)", "pass"),
         FP8_STEPS,
         invisible=True,
     ),

@@ -105,7 +105,7 @@ def save(rank: int, case: Case, folder: str) -> None:
     initialise(run.built)
     for number in range(SAVED_AFTER):
         run.step(number)
-    state = progress(run.built, step=SAVED_AFTER, samples=SAVED_AFTER * SEQUENCES, tokens=0, scaler=None)
+    state = progress(run.built, step=SAVED_AFTER, samples=SAVED_AFTER * SEQUENCES, tokens=0, scaler=None, numbers={})
     spec = run.built.spec.model_dump(mode="json")
     Store(folder).save(SAVED_AFTER, pieces_of(run.built), spec=spec, state=state, comm=run.comm)
     saved = run.state()

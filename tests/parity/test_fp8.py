@@ -102,7 +102,7 @@ WRITTEN = [
 ]  # fmt: skip
 WRITING_BUGS = {
     "largest elements of a rank's own part": Patch(
-        "megaspec.parallelism.fp8", "dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)", "pass"
+        "megaspec.parallelism.fp8", "counted.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)", "pass"
     ),
     "turned the other way": Patch(
         "megaspec.nn.fp8_producers",

@@ -60,7 +60,7 @@ def test_spec(name):
     ("body", "said"),
     [
         ("train: {steps: 10}", "warmup_steps=20 must be below train.steps=10"),
-        ("train: {stepss: 10}", "did you mean steps?"),
+        ("train: {stepss: 10}", "did you mean steps or skip_steps?"),
         ("launcher: {ranks: 4}", "launcher.ranks=4 without about.hardware"),
         ("launcher: {ranks: 4}\nabout: {hardware: GB200}", "about.hardware=GB200 is not in GPUS"),
     ],
