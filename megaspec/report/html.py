@@ -11,7 +11,7 @@ from pathlib import Path
 from megaspec.core.errors import printable
 
 # Of one text, so that no line of a file makes a page unreadable.
-MOST_CHARACTERS = 2_000
+MOST_CHARACTERS = 1_000
 LOOK = Path(__file__).with_name("look.css").read_text(encoding="utf-8")
 """What all pages have in common: colours of both themes, cards, tables."""
 _STYLE = LOOK + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
