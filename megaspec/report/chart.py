@@ -90,7 +90,7 @@ class Chart:
         for number, curve in enumerate(self.curves):
             parts += self._curve(curve, number, place)
         outside = sum(not low <= value <= high for value in finite)
-        picture = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img")
+        picture = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label="curves by step")
         return joined(picture, self._legend(outside))
 
     def _columns(self) -> int:
@@ -282,7 +282,9 @@ def bars(rows: list[tuple[str, dict[str, float]]], show: Callable[[float], str])
                 drawn.append(element("g", element("title", f"{kind}: {show(parts[kind])}"), box))
             x += width
         drawn.append(element("text", show(sum(parts.values())), x=round(x + 6, 1), y=y + 13))
-    picture = element("svg", *drawn, viewBox=f"0 0 {_WIDTH} {16 + 26 * len(rows)}", role="img")
+    picture = element(
+        "svg", *drawn, viewBox=f"0 0 {_WIDTH} {16 + 26 * len(rows)}", role="img", aria_label="parts of each sum"
+    )
     entries = []
     for number, kind in enumerate(kinds):
         box = element("rect", x=0, y=0, width=14, height=10, class_=f"f{number % _COLOURS}")

@@ -69,7 +69,7 @@ def _table(names: Sequence[str], runs: Sequence[RunFolder]) -> Html:
                 in_percent(steps.usual("mfu_causal")),
                 in_seconds(steps.usual("seconds")),
                 in_bytes(steps.most("memory_bytes")),
-                max(0, history.count["start"] - 1),
+                run.n_restarts,
                 history.count["slow"] + history.count["alert"] + history.count["hardware"],
                 history.count["skip"] + history.count["rollback"],
             ]

@@ -15,6 +15,7 @@ from megaspec.checkpoint.folders import CHECKPOINTS, candidates
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, DataError
 from megaspec.core.regular_files import read_inside
+from megaspec.core.units import counted
 from megaspec.launcher.attempts import Attempt, read_attempts
 from megaspec.launcher.exit_file import Exit, read_exit
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
@@ -91,6 +92,11 @@ class RunFolder:
         return [one for one in found if isinstance(one, dict)]
 
     @property
+    def n_restarts(self) -> int:
+        """How often ranks were started again: a start that a later one went back behind stands in attempts alone."""
+        return max(0, self.history.count["start"] - 1, len(self.attempts) - 1)
+
+    @property
     def planned_seconds(self) -> float | None:
         """Of a step at the full batch; None where the machine's speeds are not known."""
         if self.prediction is None or self.prediction.step_seconds is None:
@@ -162,6 +168,8 @@ class RunFolder:
             yield history.trouble
         if history.is_cut:
             yield f"{history.path.name} ends inside of a line, which is not shown: it is just being written, or was cut"
+        if history.n_cut:
+            yield f"{counted(history.n_cut, 'event')} of {history.path.name} hold more than is shown of them"
         if history.passed_over:
             count = "1 line is"
             if history.passed_over > 1:

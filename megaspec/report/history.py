@@ -98,6 +98,8 @@ class History(LineFollower):
         self.events: dict[str, deque[dict[str, Any]]] = {name: deque(maxlen=MOST_EVENTS) for name in EVENTS}
         self.count = dict.fromkeys(EVENTS, 0)
         """How many of each kind there were, those that are not kept too."""
+        self.n_cut = 0
+        """Events of which something is not kept: lists and texts that are too long."""
 
     def take(self, event: dict[str, Any]) -> None:
         """Takes an event in. ValueError, KeyError, TypeError, OverflowError: it is none."""
@@ -156,6 +158,7 @@ class History(LineFollower):
     def _keep(self, kind: str, event: dict[str, Any]) -> None:
         """Keeps an event, with its place among all, without what would be endless in it."""
         kept = {name: _bounded(value) for name, value in list(event.items())[:MOST_SETS]}
+        self.n_cut += kept != event
         kept["order"] = self.line
         self.events[kind].append(kept)
         self.count[kind] += 1

@@ -21,6 +21,7 @@ from megaspec.report.words import (
 # Rows of a table, and sets of an evaluation that have a curve each.
 MOST_ROWS = 100
 MOST_CURVES = 16
+MOST_DECISIONS = 300
 MOST_RECIPE = 60_000
 """Characters of the recipe that are shown."""
 PHASES = {
@@ -116,7 +117,7 @@ def _head(run: RunFolder) -> list[Child]:
             text += f", planned {in_percent(run.planned_mfu)}"
         tiles.append(tile(in_percent(mfu), text))
     tiles.append(tile(in_bytes(steps.most("memory_bytes")), "most memory of rank 0"))
-    tiles.append(tile(max(0, history.count["start"] - 1), "times started again"))
+    tiles.append(tile(run.n_restarts, "times started again"))
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     return [
         element("h1", run.name),
@@ -454,9 +455,16 @@ def _recipe(run: RunFolder) -> Html:
     reasons = element(
         "details",
         element("summary", f"{len(decided):,} settings were decided for this run, and why"),
-        table(["key:", "value:", "reason:"], decided),
+        table(["key:", "value:", "reason:"], decided[:MOST_DECISIONS]),
+        _and_more(len(decided) - MOST_DECISIONS),
     )
     return card("Recipe", table(["", "value:"], rows), reasons, whole)
+
+
+def _and_more(count: int) -> Html | None:
+    if count <= 0:
+        return None
+    return element("p", f"and {count:,} more", class_="soft")
 
 
 def _machine(run: RunFolder) -> Child:

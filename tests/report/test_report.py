@@ -232,6 +232,29 @@ def test_a_run_that_goes_back_shows_each_step_once(tmp_path):
     assert list(run.history.steps.steps) == list(range(1, 11))
 
 
+def test_what_is_too_much_is_told(tmp_path):
+    sets = {f"set {number}": 1.0 for number in range(100)}
+    event = {"event": "eval", "step": 1, "loss": 1.0, "sets": sets, "tokens": {}, "seconds": 1.0, "time": 1.0}
+    decisions = [{"key": f"key.{number}", "value": 1, "reason": "why"} for number in range(400)]
+    folder = make_run(tmp_path / "run", events=[step_of(1), event, *[{**event, "step": n} for n in range(2, 203)]])
+    (folder / "spec.json").write_text(json.dumps({"decisions": decisions}))
+    text = texts_of(run_page(read(folder)))
+    assert "202 events of metrics.jsonl hold more than is shown of them" in text
+    assert "49 more sets stand in the table" in text
+    assert "and 102 earlier ones" in text
+    assert "400 settings were decided" in text
+    assert "and 100 more" in text
+
+
+def test_restarts_that_left_no_line_are_counted(tmp_path):
+    """Two starts behind the checkpoint that the last one goes on from: their lines were cut off."""
+    start = {"event": "start", "steps": STEPS, "time": 1.0}
+    folder = make_run(tmp_path / "run", events=[{**start, "step": 0, "attempt": 0}, {**start, "step": 0, "attempt": 3}])
+    lines = [{"event": "start", "attempt": n, "host": "a", "pid": 1, "devices": None, "why": ""} for n in range(4)]
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert tiles_of(run_page(read(folder)))["times started again"] == "3"
+
+
 def test_runs_are_compared(tmp_path):
     one = make_run(tmp_path / "one", name="one")
     two = make_run(tmp_path / "two", name="one", optim={"kind": "adamw", "lr": 1e-3}, world_size=16)
