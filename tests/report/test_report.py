@@ -213,6 +213,9 @@ def test_what_is_missing_is_told(tmp_path):
     make_run(tmp_path / "other")
     (tmp_path / "other" / "prediction.json").write_text("{}")
     assert "prediction.json can't be read" in texts_of(run_page(read(tmp_path / "other")))
+    both = texts_of(comparison_page([read(folder), read(tmp_path / "other")]))
+    assert "new: metrics.jsonl is not there yet" in both
+    assert "made: prediction.json can't be read" in both
 
 
 def test_a_run_that_goes_back_shows_each_step_once(tmp_path):
