@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from megaspec.checkpoint.folders import CHECKPOINTS, candidates
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, DataError
+from megaspec.core.frozen import MOST
 from megaspec.core.regular_files import read_inside
 from megaspec.core.units import counted
 from megaspec.launcher.attempts import Attempt, read_attempts
@@ -101,7 +102,7 @@ class RunFolder:
         """Of a step at the full batch; None where the machine's speeds are not known."""
         if self.prediction is None or self.prediction.step_seconds is None:
             return None
-        return sum(self.prediction.step_seconds.values()) or None
+        return known_number(sum(self.prediction.step_seconds.values())) or None
 
     @property
     def planned_tokens_per_second(self) -> float | None:
@@ -110,7 +111,7 @@ class RunFolder:
         length = known_number(self.setting("data.seq_len"))
         if self.planned_seconds is None or batch is None or length is None:
             return None
-        return batch * length / self.planned_seconds
+        return known_number(batch * length / self.planned_seconds)
 
     @property
     def planned_mfu(self) -> float | None:
@@ -119,7 +120,7 @@ class RunFolder:
         ranks = known_number(self.setting("world_size"))
         if self.prediction is None or self.prediction.peak_flops is None or speed is None or not ranks:
             return None
-        return speed * self.prediction.flops_per_token_causal / (ranks * self.prediction.peak_flops)
+        return known_number(speed * self.prediction.flops_per_token_causal / ranks / self.prediction.peak_flops)
 
     def _object(self, name: str) -> dict[str, Any]:
         """OSError, ValueError: there is no such object."""
@@ -130,10 +131,12 @@ class RunFolder:
 
     def _prediction(self) -> Prediction | None:
         try:
-            return Prediction.model_validate_json(read_inside(self.path, PREDICTION, limit=MAX_BYTES))
+            prediction = Prediction.model_validate_json(read_inside(self.path, PREDICTION, limit=MAX_BYTES))
+            _check_sizes(prediction)
+            return prediction
         except FileNotFoundError:
             self.troubles.append(f"{PREDICTION} is not there: nothing is known of the plan")
-        except (OSError, ValidationError) as error:
+        except (OSError, ValueError, ValidationError) as error:
             self.troubles.append(f"{PREDICTION} can't be read, so nothing is known of the plan: {_why(error)}")
         return None
 
@@ -175,6 +178,14 @@ class RunFolder:
             if history.passed_over > 1:
                 count = f"{history.passed_over:,} lines are"
             yield f"{count} no event of a run and not shown; the first: {history.first_passed_over}"
+
+
+def _check_sizes(prediction: Prediction) -> None:
+    """ValueError: a part of the memory is larger than any machine's, so that sums of it are no numbers."""
+    for stage in prediction.memory:
+        for kind, size in stage.items():
+            if size > MOST:
+                raise ValueError(f"memory.{kind} is more than {MOST:,} bytes")
 
 
 def _why(error: Exception) -> str:

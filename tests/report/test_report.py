@@ -21,7 +21,7 @@ from megaspec.report.folder import REPORT, RunFolder
 from megaspec.report.html import element
 from megaspec.report.run_page import run_page
 from megaspec.report.words import in_figures
-from tests.report.made_runs import STEPS, events_of, make_run, step_of
+from tests.report.made_runs import PREDICTION, STEPS, events_of, make_run, step_of
 
 BROWSER = next((b for b in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")) if b), None)
 HOSTILE = (
@@ -233,6 +233,34 @@ def test_a_run_that_goes_back_shows_each_step_once(tmp_path):
     (folder / "metrics.jsonl").write_text("\n".join(lines[:10]) + "\n")
     run.read()
     assert list(run.history.steps.steps) == list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"step_seconds": {"attention": 5e-324}},
+        {"step_seconds": {"attention": 1e308, "idle": 1e308}},
+        {"step_seconds": {}},
+        {"step_seconds": {"attention": 0}},
+        {"peak_flops": 5e-324},
+        {"flops_per_token_causal": 1e308, "peak_flops": 1e-300},
+        {"memory": [{"weights": 10**400}]},
+        {"memory": [{}]},
+        {"memory": [{"weights": 0}]},
+    ],
+)
+def test_a_plan_with_any_numbers_breaks_nothing(tmp_path, changed):
+    folder = make_run(tmp_path / "run")
+    (folder / "prediction.json").write_text(json.dumps(PREDICTION | changed))
+    run = read(folder)
+    drawn = run_page(run)
+    assert drawn.endswith("</html>\n")
+    for _, attributes in Structure(drawn).elements:
+        for name, value in attributes:
+            if name in ("x1", "y1", "x", "y", "width", "points"):
+                assert "nan" not in value
+                assert "inf" not in value
+    comparison_page([run, run])
 
 
 def test_what_is_too_much_is_told(tmp_path):
