@@ -175,12 +175,17 @@ def _where_a_run_is(folder: Path) -> str:
     return "there is no such folder"
 
 
-def read_run(folder: Path) -> SavedRun:
-    """The run of a folder. RecipeError: there is none, or its files are damaged. Others: `refuse_unfinished_fork`."""
+def refuse_no_run(folder: Path) -> None:
+    """RecipeError: a folder holds no run. Others: `refuse_unfinished_fork`."""
     refuse_unfinished_fork(folder)
     if not is_run(folder):
         hint = _where_a_run_is(folder)
         raise RecipeError([Problem("", f"{folder} holds no run (no {SPEC}); {hint}", code="run-missing")])
+
+
+def read_run(folder: Path) -> SavedRun:
+    """The run of a folder. RecipeError: there is none, or its files are damaged. Others: `refuse_unfinished_fork`."""
+    refuse_no_run(folder)
     refuse_links(folder)
     recipe = _read_json(folder, RECIPE)
     saved = _read_json(folder, SPEC)

@@ -71,6 +71,7 @@ def test_wheel_holds_what_runs_and_nothing_else(wheel):
     assert tops == {"megaspec", "megaspec_kernels", "megaspec_launchers", "hydra_plugins"}
     assert "hydra_plugins/__init__.py" not in names  # Hydra looks for plugins in a namespace package
     assert {"hydra_plugins/megaspec_launcher/launcher.py", "megaspec/sweep/page.html"} <= set(names)
+    assert {"megaspec/report/look.css", "megaspec/report/page.css"} <= set(names)
     for room in ("conf", "recipes"):
         # what is composed, and the READMEs that explain it
         shipped = {str(p.relative_to(ROOT)) for ending in ("yaml", "md") for p in (ROOT / room).rglob(f"*.{ending}")}

@@ -362,6 +362,8 @@ RUN_FILES = {
     "exit_code.json",
     "forking.json",
     "remote_runs.json",
+    "report.html",
+    "attempts.jsonl",
 }
 
 

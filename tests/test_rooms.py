@@ -120,6 +120,7 @@ RUNS = {
         "log.sinks=[{kind: wandb}, {kind: mlflow}, {kind: trackio}]",
         "log.alerts=[{metric: loss, comparison: below, value: 100, action: webhook}]",
         "log.webhook={url_variable: TEST_WEBHOOK_URL, events: []}",
+        "log.report={every_seconds: 1}",
     ),
     "loaded": (
         "model.positions.scaling={kind: llama3}",

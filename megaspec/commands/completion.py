@@ -108,6 +108,7 @@ COMMANDS: dict[str, Completed] = {
     "explain": Completed(("--config-dir",), "key"),
     "schema": Completed(("--config-dir", "--out"), "group"),
     "diff": Completed(("--config-dir", "--json"), "sides"),
+    "report": Completed(("--out",), "folders", folder=RUN),
     "completion": Completed((), "shell"),
     "doctor": Completed(("--base", "--json", "--look-only", "--out", "--run-dir")),
     "from-megatron": Completed(("--checkpoint", "--gpus", "--name", "--out", "--partial")),

@@ -21,7 +21,7 @@ from megaspec.log.console import ConsoleSink
 from megaspec.log.events import Emit, Event
 from megaspec.log.jsonl import JsonlSink
 from megaspec.log.remote import logged_run
-from megaspec.log.spec import LogSpec, MlflowSpec, TrackioSpec, WandbSpec, WebhookSpec
+from megaspec.log.spec import LogSpec, MlflowSpec, ReportSpec, TrackioSpec, WandbSpec, WebhookSpec
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -116,7 +116,8 @@ def open_sinks(
     close_seconds: Callable[[], float] = usual_patience,
 ) -> Iterator[Emit]:
     """A function that takes events. `step`: where the run goes on, 0 for a new one.
-    `builders`: of the entries of log.sinks. `close_seconds`: how long, at the end, each of these may still send.
+    `builders`: of the entries of log.sinks, and of log.report. `close_seconds`: how long, at the end, each of these may
+    still send.
 
     A sink that can't be opened or written gets one warning on stderr, and another one if what it lost at the end is
     something else; training goes on. `check` is called before each of these; what it raises, because the folder is
@@ -162,6 +163,9 @@ def open_sinks(
         tries(name, lambda name=name: open_one(name))
     for number, entry in enumerate(log.sinks):
         open_listed(f"log.sinks.{number}", entry)
+    if log.report is not None:
+        open_report = partial(builders[ReportSpec], log.report, run_dir, step)
+        sinks["log.report"] = BackgroundSink(open_report, close_seconds=close_seconds)
     if log.webhook is not None:
         sinks["log.webhook"] = BackgroundSink(webhook_opener(log.webhook, run_dir), close_seconds=close_seconds)
     try:

@@ -74,6 +74,14 @@ class WebhookSpec(Frozen):
     """Of one try; there are three."""
 
 
+class ReportSpec(Frozen):
+    """The page of the run, kept up to date while it trains. It can't stop or delay a run."""
+
+    every_seconds: PositiveFloat = 60.0
+    """Between two times that rank 0 writes report.html, in a thread of its own; longer where a page takes more than a
+    hundredth of that."""
+
+
 class LogSpec(Frozen):
     """metrics.jsonl in the run folder is always written."""
 
@@ -91,3 +99,5 @@ class LogSpec(Frozen):
     """Conditions on the run's numbers, looked at after every step and evaluation."""
     webhook: WebhookSpec | None = Field(None, exclude_if=lambda webhook: webhook is None)
     """Who is told of alerts and of how the run ends; null: nobody."""
+    report: ReportSpec | None = Field(None, exclude_if=lambda report: report is None)
+    """report.html in the run folder while it trains; null: when `megaspec report RUN` asks for it."""

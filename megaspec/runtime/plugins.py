@@ -12,12 +12,14 @@ from megaspec.data.loader import SOURCES
 from megaspec.data.source import Source
 from megaspec.data.spec import DataSpec
 from megaspec.log.sinks import SERVICES, SinkBuilder
+from megaspec.log.spec import ReportSpec
 from megaspec.model.builders import MODELS, ModelBuilder
 from megaspec.model.part_builders import PARTS, PartBuilders
 from megaspec.model.spec import TransformerSpec
 from megaspec.optim.optimizer import OPTIMIZERS, OptimizerBuilder
 from megaspec.optim.spec import OptimizerSpec
 from megaspec.plugins import Kind, added_kinds, import_failure
+from megaspec.report.sink import ReportSink
 from megaspec_kernels.registry import CrossEntropyKernel
 
 
@@ -51,7 +53,7 @@ def loaded_builders() -> Builders:
         sources={**SOURCES, **builders_of("sources")},
         optimizers={**OPTIMIZERS, **builders_of("optimizers")},
         losses=builders_of("losses"),
-        sinks={**SERVICES, **builders_of("sinks")},
+        sinks={**SERVICES, ReportSpec: ReportSink, **builders_of("sinks")},
     )
 
 

@@ -8,10 +8,11 @@ from typing import Protocol
 
 from megaspec.checkpoint.lock import RunLock
 from megaspec.core.errors import DataError, Preempted, RecipeError
+from megaspec.log.sinks import METRICS
 from megaspec.sweep.attempt import Attempt, end_orphan, goes_on, refused
 from megaspec.sweep.page import write_page
 from megaspec.sweep.points import Checker
-from megaspec.sweep.results import METRICS, Follower, RunResult
+from megaspec.sweep.results import Follower, RunResult
 from megaspec.sweep.slots import Slots
 from megaspec.sweep.state import ENDED, Point, SweepFolder, SweepHead
 from megaspec_launchers.signals import StopRequests

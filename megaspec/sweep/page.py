@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.data.files import write_atomically
+from megaspec.report.html import LOOK
 from megaspec.sweep.metric import METRICS, shown_metric
 from megaspec.sweep.results import RunResult
 from megaspec.sweep.state import PAGE, Point, SweepHead
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MARK = "{{data}}"
+_LOOK_MARK = "{{look}}"
 # Points of a curve that are drawn, and of all curves together, so that a page of many stays small.
 MOST_DRAWN, MOST_DRAWN_IN_ALL = 160, 60_000
 
@@ -42,7 +44,8 @@ def write_page(
     }
     # a value that holds "</script>" must not end the element that it stands in
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
-    page = _TEMPLATE.read_text(encoding="utf-8").replace(_MARK, text)
+    # the data last, since it may hold any text
+    page = _TEMPLATE.read_text(encoding="utf-8").replace(_LOOK_MARK, LOOK).replace(_MARK, text)
     write_atomically(folder / PAGE, [page.encode(errors="replace")])
 
 

@@ -1,20 +1,14 @@
 """What the runs of a sweep have come to so far, from their metrics.jsonl. Torch-free."""
 
 import math
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
-from typing import Any, BinaryIO
+from typing import Any
 
-from megaspec.core.bounded_json import parse_json
-from megaspec.core.frozen import MOST
-from megaspec.core.regular_files import open_inside
-from megaspec.log.jsonl import MAX_LINE
-from megaspec.log.sinks import METRICS
+from megaspec.log.follow import LineFollower, count_of
 
-# What is read of one file, and steps of it that are kept: two thousand times those of a usual sweep.
-MOST_BYTES, MOST_STEPS = 1 << 30, 1_000_000
+# Steps of one run that are kept: two thousand times those of a usual sweep.
+MOST_STEPS = 1_000_000
 
 
 @dataclass
@@ -55,95 +49,39 @@ class RunResult:
         return {"loss": self.loss, "valid_loss": self.valid_loss, "tokens_per_second": self.speed}[name]
 
 
-class Follower:
-    """Reads a metrics.jsonl that grows, each line once, and from its beginning again when it was cut.
+class Follower(LineFollower):
+    """What the run of a metrics.jsonl that grows has come to."""
 
-    The file may be anybody's: what is no event of a run is passed over and told, and no file makes `read` raise, or
-    take more than so much memory and time.
-    """
-
-    def __init__(self, folder: Path, name: str | Path = METRICS):
-        """`folder / name`; below `folder` no link is followed."""
-        self._folder = folder
-        self._name = Path(name)
-        self.path = folder / name
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what was read: the run goes on from an earlier step."""
+    def forget(self) -> None:
+        """Nothing is known of the run."""
         self.result = RunResult()
-        self._offset = 0
-        self._line = 0
-        self._is_inside = False
-        """The last block ended inside of a line that is too long."""
 
     def read(self) -> RunResult:
         """What the run has come to."""
-        self.result.trouble = ""
-        try:
-            with open(open_inside(self._folder, self._name), "rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:
-                    self.restart()
-                file.seek(self._offset)
-                self._take_lines(file)
-        except FileNotFoundError:
-            return self.result
-        except OSError as error:
-            self.result.trouble = f"{self.path} {error.strerror}"
+        self.follow()
+        self.result.passed_over = self.passed_over
+        self.result.first_passed_over = self.first_passed_over
+        self.result.trouble = self.trouble
         return self.result
 
-    def _take_lines(self, file: BinaryIO) -> None:
-        while line := file.readline(MAX_LINE):
-            is_end = line.endswith(b"\n")
-            if not is_end and len(line) < MAX_LINE:
-                return  # it is just being written
-            if self._offset >= MOST_BYTES:
-                self.result.trouble = f"{self.path} has more than {MOST_BYTES:,} bytes; the rest is not read"
-                return
-            self._offset += len(line)
-            if not self._is_inside:
-                self._line += 1
-                self._take_or_tell(line if is_end else None)
-            self._is_inside = not is_end
-
-    def _take_or_tell(self, line: bytes | None) -> None:
-        """Takes a line in. `None`: one of more than MAX_LINE bytes."""
-        try:
-            if line is None:
-                raise ValueError(f"longer than {MAX_LINE:,} bytes")
-            self._take(parse_json(line))
-        except KeyError as error:
-            self._pass_over(f"it lacks {error}")
-        except (ValueError, TypeError, OverflowError) as error:
-            # also where the file was cut and has grown past the place that was read to
-            self._pass_over(str(error))
-
-    def _pass_over(self, why: str) -> None:
-        """Counts a line that is no event of a run, and keeps why the first of them is none."""
-        self.result.passed_over += 1
-        if self.result.passed_over == 1:
-            self.result.first_passed_over = f"{self.path}:{self._line}: {why}"
-
-    def _take(self, event: dict[str, Any]) -> None:
+    def take(self, event: dict[str, Any]) -> None:
         """Takes an event in. ValueError, KeyError, TypeError, OverflowError: it is none."""
-        if not isinstance(event, dict):
-            raise TypeError("no object")
         kind = event.get("event")
         if kind == "end":
             self.result.is_done = event["how"] == "done"
         elif kind == "start":
-            self._start(_count(event, "step"), _count(event, "steps"))
+            self._start(count_of(event, "step"), count_of(event, "steps"))
         elif kind == "step":
             # all of the event is read before any of it is kept: one that is broken leaves nothing behind
-            step = _count(event, "step")
+            step = count_of(event, "step")
             loss = float(event["loss"])
             # tokens per second
             speed = float(event["sequence_tokens"]) / max(float(event["seconds"]), 1e-9)
-            self.result.steps = _count(event, "steps")
+            self.result.steps = count_of(event, "steps")
             _put(self.result.loss, step, loss)
             _put(self.result.speed, step, speed)
         elif kind == "eval":
-            _put(self.result.valid_loss, _count(event, "step"), float(event["loss"]))
+            _put(self.result.valid_loss, count_of(event, "step"), float(event["loss"]))
 
     def _start(self, step: int, steps: int) -> None:
         """The run has begun, or goes on after `step`: what came later comes again."""
@@ -163,14 +101,6 @@ def _put(curve: dict[int, float], step: int, value: float) -> None:
     if step > last and len(curve) >= MOST_STEPS:
         raise ValueError(f"more than {MOST_STEPS:,} steps")
     curve[step] = value
-
-
-def _count(event: dict[str, Any], name: str) -> int:
-    """A whole number of an event that counts something. KeyError, ValueError."""
-    value = event[name]
-    if type(value) is not int or not 0 <= value <= MOST:
-        raise ValueError(f"{name} is no count")
-    return value
 
 
 def is_better(one: float, other: float, direction: str) -> bool:
