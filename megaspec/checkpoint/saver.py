@@ -264,7 +264,7 @@ class AsyncSaver:
         if self._comm.rank == 0 and waited > 1:
             text = f"megaspec: step {step} waited {waited:.1f} s for the checkpoint before it to be written: "
             text += "the disk is slower than checkpoint.every asks for"
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
         plan = plan_shard(pieces, metadata={})
         needs = together(self._comm, lambda: plan.bytes)
         together(self._comm, lambda: self._reserve(plan.bytes - len(plan.header)))
