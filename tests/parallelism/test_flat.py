@@ -1,10 +1,10 @@
 """Flat buffers that are cut between rows: everything lies in one shard, once, and nothing overlaps."""
 
-from math import prod
+from math import lcm, prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megaspec.parallelism.flat import divide
@@ -57,6 +57,8 @@ def test_rows_lie_in_one_shard_each(shapes, shards):
     st.integers(1, 9),
 )
 def test_any_shapes(shapes, shards):
+    # a shard is a multiple of all row lengths: of seven that have no factor in common it would not fit into memory
+    assume(lcm(*(prod(shape[1:]) for shape in shapes[:8])) < 1 << 20)
     check({str(i): shape for i, shape in enumerate(shapes[:8])}, shards)
 
 
