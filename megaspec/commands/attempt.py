@@ -22,7 +22,7 @@ from typing import Any
 
 from megaspec.commands.layouts import NO_LAYOUT
 from megaspec.commands.starting import prepare_layout, start_ranks
-from megaspec.core.errors import MegaspecError, RecipeError
+from megaspec.core.errors import MegaspecError, RecipeError, printable
 from megaspec.estimate.target import detect_target
 from megaspec.launcher import exit_file
 from megaspec.plugins import load
@@ -128,7 +128,7 @@ def _failed(error: MegaspecError) -> dict[str, Any]:
     """What an attempt came to that ended before its ranks had started; told on stderr as the command line does."""
     text = str(error)
     separator = "\n" if "\n" in text else " "
-    print(f"megaspec:{separator}{text}", file=sys.stderr, flush=True)
+    print(printable(f"megaspec:{separator}{text}", keep="\n"), file=sys.stderr, flush=True)
     has_no_layout = isinstance(error, RecipeError) and any(p.code == NO_LAYOUT for p in error.problems)
     return {"code": error.exit_code, "why": error.problems[0].message, "has_no_layout": has_no_layout}
 
