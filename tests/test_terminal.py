@@ -205,6 +205,8 @@ def prints() -> Iterator[tuple[str, ast.expr]]:
 UNESCAPED = {
     "megaspec/__main__.py",
     "megaspec/commands/completion.py",
+    # the text of a job, which a shell or a cluster reads as it is
+    "megaspec/commands/submitting.py",
     "megaspec/commands/bench_throughput.py",
     "megaspec/commands/schema.py",
     "megaspec/commands/from_megatron.py",

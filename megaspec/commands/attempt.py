@@ -65,7 +65,7 @@ class Attempts:
         target = detect_target()
         if target.device != job["device"]:
             why = f"the run is on {job['device']}, and there is none that answers"
-            print(f"megaspec: {why}", file=sys.stderr, flush=True)
+            print(printable(f"megaspec: {why}"), file=sys.stderr, flush=True)
             tell({"code": HARDWARE, "why": why, "has_no_layout": True})
             return
         if target.device != "cuda":

@@ -178,7 +178,7 @@ def _tell(
     show(findings)
     if args.out is not None and probe is not None:
         for line in links.links_in_words(table):
-            print(line)
+            print(printable(line))
         print(printable(f"written: {args.out}; megaspec plan recipe=NAME throughput={args.out} reads it"))
     return code
 

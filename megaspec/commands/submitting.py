@@ -124,7 +124,7 @@ def facts_for(recipe: Recipe, launcher: ClusterLauncher, *, goes_on: bool) -> Fa
         facts = replace(facts, run_dir=str(planned_run_dir(recipe)))
     if launcher.kind == "kubernetes":
         for problem in facts.problems:
-            print(f"not seen from here, the pods look again: {problem}", file=sys.stderr)
+            print(printable(f"not seen from here, the pods look again: {problem}"), file=sys.stderr)
         facts = replace(facts, problems=())
     return facts
 
