@@ -51,6 +51,8 @@ _WHERE = {
     # steps
     "train_step": "megaspec.runtime.step:train_step",
     "StepResult": "megaspec.runtime.step:StepResult",
+    "Limits": "megaspec.train.guard:Limits",
+    "StepChecks": "megaspec.runtime.step:StepChecks",
     "forward_backward": "megaspec.runtime.step:forward_backward",
     "count_tokens": "megaspec.runtime.step:count_tokens",
     "evaluate": "megaspec.runtime.step:evaluate",

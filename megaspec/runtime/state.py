@@ -275,14 +275,14 @@ def progress(
     samples: int,
     tokens: int,
     scaler: dict[str, Any] | None,
-    numbers: dict[str, Any],
+    numbers: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The JSON beside the tensors: where the run is."""
+    """The JSON beside the tensors: where the run is. `numbers`: what its guard knows (train/guard.py), if it has one."""
     return {
         "step": step,
         "samples": samples,
         "tokens": tokens,
         "optimizer_updates": built.optimizer.updates,
         "loss_scale": scaler,
-        NUMBERS: numbers,
+        NUMBERS: numbers or {},
     }
