@@ -277,7 +277,7 @@ def progress(
     scaler: dict[str, Any] | None,
     numbers: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The JSON beside the tensors: where the run is. `numbers`: what its guard knows (train/guard.py), if it has one."""
+    """The JSON beside the tensors: where the run is. `numbers`: what its guard knows (train/guard.py), if any."""
     return {
         "step": step,
         "samples": samples,
