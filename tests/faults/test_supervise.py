@@ -1,5 +1,6 @@
 """`--supervise`: a run that goes on through kills of ranks and launcher, lost, returned and suspected devices."""
 
+import hashlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import torch
 from megaspec.launcher.attempts import read_attempts
 from megaspec.launcher.exit_file import read_exit
 from megaspec.launcher.rendezvous import TcpRendezvous
+from megaspec.launcher.run_secret import RunSecret
 from megaspec.launcher.suspects import avoided_hosts, read_avoided
 from megaspec.log.jsonl import read_metrics
 from megaspec.recipe import Recipe
@@ -225,21 +227,35 @@ def test_a_run_ends_where_no_layout_fits_what_is_left(tmp_path):
 
 
 @pytest.mark.parametrize("worlds", [(2, 2, 1, 1, 2)])
-def test_a_world_of_another_size_is_prepared_anew(worlds):
-    """Of hosts under torchrun some may be gone in the next attempt, and there again in the one after it."""
+def test_a_world_of_another_size_is_prepared_anew(worlds, tmp_path):
+    """Of hosts under torchrun some may be gone in the next attempt, and there again in the one after it. What is said
+    of the run holds its spec.json, which a world of another size has anew."""
     shared = torch.distributed.HashStore()
+    secret = RunSecret(b"of the ranks of this test alone, and nobody else's")
+    run = str(tmp_path)
+
+    def write(world):
+        (tmp_path / "spec.json").write_text(f"for {world}")
+
     prepared = []
     for attempt, world in enumerate(worlds):
         place = TcpRendezvous("host", 1, prefix=f"megaspec/job/{attempt}", is_open=True)
         me = RankInfo(0, world, 0, attempt, place, 5.0)
-        answer = _first_answer(
-            torch.distributed.PrefixStore(place.prefix, shared),
-            me,
-            lambda world=world: prepared.append(("new", world)) or "runs/a",
-            lambda folder, world=world: prepared.append((folder, world)),
-        )
-        assert answer == "runs/a"
-    assert prepared == [("new", 2), ("runs/a", 1), ("runs/a", 2)]
+
+        def prepare(world=world):
+            prepared.append(("new", world))
+            write(world)
+            return run
+
+        def again(folder, world=world):
+            prepared.append((folder, world))
+            write(world)
+
+        meeting = torch.distributed.PrefixStore(place.prefix, shared)
+        answer = _first_answer(meeting, me, prepare, again, secret, "megaspec/job")
+        digest = hashlib.sha256(f"for {world}".encode()).hexdigest()
+        assert answer == f"{digest} {run}"
+    assert prepared == [("new", 2), (run, 1), (run, 2)]
 
 
 @pytest.mark.slow
@@ -255,7 +271,8 @@ def test_a_host_that_torchrun_loses(tmp_path, factory):
     words += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
     command = [sys.executable, "-P", "-m", "torch.distributed.run", *words, "-m", "megaspec.cli", "resume", str(run)]
     with open(tmp_path / "said.txt", "w") as said:
-        agents = [subprocess.Popen(command, env=ENVIRONMENT, stdout=said, stderr=said) for _ in range(2)]
+        environment = ENVIRONMENT | {"MEGASPEC_RUN_SECRET": "of the ranks of these two hosts alone"}
+        agents = [subprocess.Popen(command, env=environment, stdout=said, stderr=said) for _ in range(2)]
         try:
             wait_until(lambda: newest_step(run) >= 30, seconds=120)
             # the store is the first one's, or who of them came first

@@ -149,7 +149,7 @@ def test_torchrun_on_two_hosts_loses_one(hosts, here, tell):
     (here / "recipes" / f"{NAME}.yaml").write_text(recipe_of_job(spec))
     sources = os.pathsep.join(str(ROOT / source) for source in ("", "kernels", "launchers"))
     environment = os.environ | {"PYTHONPATH": sources, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-    environment |= {"CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "MEGASPEC_RUN_SECRET": "of the ranks of these two hosts alone"}
     agents = []
     output = here / "torchrun.out"
     with open(output, "w") as out:
