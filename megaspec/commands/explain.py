@@ -337,10 +337,7 @@ def refusal(known: KnownCode) -> str:
 def rules_about(key: str) -> list[str]:
     """Codes of the rules that look at a field, or name it, when they look at their own example."""
     codes = []
-    of_entry, _, last = key.rpartition(".")
-    if last.isdigit():
-        # an entry as a whole is of the list's field
-        key = of_entry
+    key = _without_last_number(key)
     for code in RULES:
         if any(same_path(path, key) for path in read_by(code)):
             codes.append(code)
@@ -358,17 +355,15 @@ def read_by(code: str) -> frozenset[str]:
     decided = frozenset(decision.key for decision in draft.decisions)
     case = Case(filled, example.target, example.facts, decided)
     # by the names that all recipes have in common: entries without their numbers, sections without the user's names
-    return fields_read(RULES[code], case) | {_field_at(example.key)}
+    key = _without_last_number(example.key)
+    named = next(field.path for field in fields_of(Recipe) if same_path(field.path, key))
+    return fields_read(RULES[code], case) | {named}
 
 
-def _field_at(key: str) -> str:
-    """The path of the field that a key of a recipe is of; of an entry that is a whole, the list's."""
-    while True:
-        for field in fields_of(Recipe):
-            if same_path(field.path, key):
-                return field.path
-        key, dot, _ = key.rpartition(".")
-        assert dot, f"no field is at {key}"
+def _without_last_number(key: str) -> str:
+    """An entry of a list as a whole has no field of its own: that of its list."""
+    of_list, _, last = key.rpartition(".")
+    return of_list if last.isdigit() else key
 
 
 def _composed(example: Example) -> Composed:
