@@ -1,7 +1,7 @@
 """What looking for bad hardware costs on this device (train.checks): a line of JSON for each setting.
 
-    python -m tests.benchmarks.bench_checks --parameters 1e9                  # one GPU, about 30 s
-    torchrun --nproc-per-node 2 -m tests.benchmarks.bench_checks              # with the comparison over NCCL
+    python tests/benchmarks/bench_checks.py --parameters 1e9                  # one GPU, about 30 s
+    torchrun --nproc-per-node 2 tests/benchmarks/bench_checks.py              # with the comparison over NCCL
 
 First checksums alone, over as many bytes as bf16 weights, fp32 master weights and two fp32 moments of `--parameters`
 have: seconds, and bytes a second beside a plain copy's, which reads and writes them. Then steps of a model of the
@@ -11,12 +11,16 @@ Llama kind on random tokens, without checks and with each of them.
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm
 from megaspec.data.batch import Batch

@@ -185,6 +185,11 @@ def _numbers_in(name: str) -> Callable[[Group], list[float | None]]:
     return lambda group: [number.value for line in group.lines for number in numbers_of(str(line.get(name, "")))]
 
 
+def _of_saves(name: str) -> Callable[[Group], list[float | None]]:
+    """Of the saves beside training that a line tells of."""
+    return lambda group: [save[name] for line in group.lines for save in line.get("saves", ())]
+
+
 def _on_side(side: str) -> Callable[[Group], list[float | None]]:
     """The median over the runs of one of two revisions."""
 
@@ -267,6 +272,7 @@ COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "at step 100": _least_decibels(100),
     "at step 500": _least_decibels(500),
     "step, ms": _median_ms,
+    "quickest, ms": _field("step_ms_min"),
     "peak, GiB": _each(_peak),
     "exposed, ms": _each(_exposed),
     "bubble": _each(_bubble),
@@ -311,6 +317,11 @@ COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "CPU ms a token, kept": _field("cached_cpu_ms_per_token"),
     "CPU ms a token, whole": _field("whole_cpu_ms_per_token"),
     "CPU, whole to kept": _field("cpu_ratio"),
+    "stood still, s": _of_saves("stall_seconds"),
+    "written in, s": _of_saves("seconds"),
+    "written, MB/s": _of_saves("MBps"),
+    "a step meanwhile, ms": _of_saves("step_ms_meanwhile"),
+    "longest step, ms": _of_saves("longest_step_ms"),
     "tok/s, trained": _field("tokens_s"),
     "loss of step 1": _field("first_loss"),
     "loss of the last step": _field("last_loss"),
