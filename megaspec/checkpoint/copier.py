@@ -10,21 +10,26 @@ from typing import Any
 from megaspec.checkpoint.failures import KINDS
 from megaspec.checkpoint.remote import FIRST_WAIT_SECONDS
 from megaspec.checkpoint.writer_process import WriterProcess
-from megaspec.core.errors import CheckpointError, WriteError, printable
+from megaspec.core.errors import WriteError, printable
 
 
 class Copier:
     """One copy at a time. Where several wait, the newest is copied and the others are told to be left out.
 
     A copy that fails is told, and the next checkpoint is copied all the same; `finish` raises what the last one met.
+    What was deleted in the run folder is deleted there once the newest is whole there: at no time there is none.
     """
 
     def __init__(self, url: str, run_dir: Path, *, wait_seconds: float = FIRST_WAIT_SECONDS):
         self._url = url
-        self._common = {"url": url, "wait_seconds": wait_seconds}
+        self._common = {"url": url, "wait_seconds": wait_seconds, "run_dir": str(run_dir)}
         self._process = WriterProcess({"run_dir": str(run_dir), "token": 0, "chunk_bytes": 8})
-        self._jobs: deque[dict[str, Any]] = deque()
+        self._to_copy: dict[str, Any] | None = None
+        self._to_drop: deque[int] = deque()
         self._under_way: dict[str, Any] | None = None
+        self._newest: int | None = None
+        """Step of the copy that was asked for last."""
+        self._is_newest_there = False
         self._failure: WriteError | None = None
 
     def check(self) -> None:
@@ -36,15 +41,25 @@ class Copier:
 
     def copy(self, path: Path, step: int) -> None:
         """A checkpoint is published."""
-        for job in [job for job in self._jobs if job["do"] == "copy"]:
-            self._jobs.remove(job)
-            self._tell(f"step {job['step']} is not copied to {self._url}: step {step} is, which is newer")
-        self._jobs.append({"do": "copy", **self._common, "path": str(path), "step": step})
+        if self._to_copy is not None:
+            left_out = self._to_copy["step"]
+            self._tell(f"step {left_out} is not copied to {self._url}: step {step} is, which is newer")
+        self._to_copy = {"do": "copy", **self._common, "path": str(path), "step": step}
+        self._newest = step
+        self._is_newest_there = False
+        if step in self._to_drop:
+            # it was saved anew
+            self._to_drop.remove(step)
         self.poll()
 
     def drop(self, step: int) -> None:
-        """A checkpoint was deleted from the run folder: its copy goes as well."""
-        self._jobs.append({"do": "drop", **self._common, "step": step})
+        """A checkpoint is not in the run folder any more: its copy goes as well."""
+        if self._to_copy is not None and self._to_copy["step"] == step:
+            self._to_copy = None
+        if step == self._newest:
+            # another one comes before it goes
+            self._is_newest_there = False
+        self._to_drop.append(step)
         self.poll()
 
     def poll(self) -> None:
@@ -54,24 +69,32 @@ class Copier:
             if answer is None:
                 return
             self._done(answer)
-        if self._jobs:
-            self._under_way = self._jobs.popleft()
-            self._process.send(self._under_way)
+        if self._under_way is not None:
+            return
+        if self._to_copy is not None:
+            job = self._to_copy
+            self._to_copy = None
+            self._start(job)
+        elif self._to_drop and self._is_newest_there:
+            self._start({"do": "drop", **self._common, "step": self._to_drop.popleft()})
+
+    def _start(self, job: dict[str, Any]) -> None:
+        self._under_way = job
+        self._process.send(job)
 
     def finish(self, seconds: float = float("inf")) -> bool:
         """Waits for all copies, for about so many seconds. -> whether they are made. WriteError: the newest could not
         be."""
         until = time.monotonic() + seconds
-        while self._under_way is not None or self._jobs:
+        self.poll()
+        while self._under_way is not None:
             left = until - time.monotonic()
             if left <= 0:
                 return False
-            if self._under_way is not None:
-                answer = self._process.wait_some(min(left, 60.0))
-                if answer is not None:
-                    self._done(answer)
-            if self._under_way is None:
-                self.poll()
+            answer = self._process.wait_some(min(left, 60.0))
+            if answer is not None:
+                self._done(answer)
+            self.poll()
         if self._failure is not None:
             raise self._failure
         return True
@@ -79,26 +102,29 @@ class Copier:
     def close(self) -> None:
         """Gives up what is under way; the next start copies the newest."""
         self._process.abandon()
-        self._jobs.clear()
+        self._to_copy = None
+        self._to_drop.clear()
         self._under_way = None
 
     def _done(self, answer: dict[str, Any]) -> None:
         job = self._under_way
         self._under_way = None
         assert job is not None, "no job is under way"
+        is_copy = job["do"] == "copy"
         if "value" in answer:
-            if job["do"] == "copy":
+            if is_copy:
                 self._failure = None
+                self._is_newest_there = job["step"] == self._newest and job["step"] not in self._to_drop
             return
         if answer.get("died") and not job.get("again"):
             # begun anew: a store that is at fault answers, or does not, in its own words
-            self._jobs.appendleft(job | {"again": True})
+            self._start(job | {"again": True})
             return
         error = KINDS[answer["kind"]](answer["lines"])
-        verb = "copied" if job["do"] == "copy" else "deleted there"
+        verb = "copied" if is_copy else "deleted there"
         self._tell(f"step {job['step']} was not {verb}: {error}")
-        # one that was deleted before its turn came is no failure of the store
-        if job["do"] == "copy" and not isinstance(error, CheckpointError):
+        # that it was deleted meanwhile is no failure of the store
+        if is_copy and Path(job["path"]).is_dir():
             self._failure = WriteError(error.problems)
 
     def _tell(self, text: str) -> None:

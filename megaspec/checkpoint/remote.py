@@ -49,10 +49,10 @@ class Remote(RemoteFiles):
         self.put(path, b"megaspec")
         self.tried(lambda: self.forget(path), self.url)
 
-    def upload(self, checkpoint: Path, step: int) -> int:
-        """Copies a checkpoint that is whole. -> bytes. WriteError: it could not be, after TRIES of a file.
+    def upload(self, checkpoint: Path, step: int, *, run_dir: Path) -> int:
+        """Copies a checkpoint that is whole, and the files of its run. -> bytes. It may lie outside `run_dir`.
 
-        CheckpointError: it was deleted, or is damaged.
+        WriteError: it could not be, after TRIES of a file. CheckpointError: it was deleted, or is damaged.
         """
         target = f"{self.root}/{folders.CHECKPOINTS}/{folders.step_name(step)}"
         with held_for_reading(checkpoint):
@@ -64,7 +64,7 @@ class Remote(RemoteFiles):
             self.tried(lambda: self.make_folder(target), target)
             for file in manifest.files:
                 self._copy(checkpoint / file.name, f"{target}/{file.name}", file, manifest.chunk_bytes)
-            self._upload_run_files(checkpoint.parent.parent)
+            self._upload_run_files(run_dir)
             self.put(f"{target}/{MANIFEST}", data)
         return manifest.bytes
 
@@ -169,7 +169,7 @@ def work(job: dict[str, Any]) -> Any:
         case "check":
             return remote.check()
         case "copy":
-            return remote.upload(Path(job["path"]), job["step"])
+            return remote.upload(Path(job["path"]), job["step"], run_dir=Path(job["run_dir"]))
         case "drop":
             return remote.remove(job["step"])
     raise AssertionError(f"do={job['do']!r} is no job of a copier")
