@@ -3,7 +3,14 @@
 from typing import Any
 
 from megaspec.checkpoint.files import UnreadableError
-from megaspec.core.errors import CheckpointError, MegaspecError, RunLockedError, UsageError, WriteError
+from megaspec.core.errors import (
+    CheckpointError,
+    MegaspecError,
+    MemoryRunOut,
+    RunLockedError,
+    UsageError,
+    WriteError,
+)
 
 # The gravest first: of several ranks' failures, that of the first of these is raised on all of them.
 KINDS: dict[str, type[MegaspecError]] = {
@@ -11,6 +18,7 @@ KINDS: dict[str, type[MegaspecError]] = {
     "unreadable": UnreadableError,
     "checkpoint": CheckpointError,
     "write": WriteError,
+    "memory": MemoryRunOut,
     "usage": UsageError,
     "other": MegaspecError,
 }

@@ -15,13 +15,22 @@ class SharedBuffer:
     """`n_bytes` of the CPU's memory, shared through `fd`; page-locked for a GPU, so that copies run beside its work.
 
     It has no name, so nothing is left of it when the processes that map it are gone, however they end. All pages are
-    taken when it is made. MemoryRunOut: the driver does not lock so many.
+    taken when it is made. MemoryRunOut: there are not so many, or the driver does not lock them.
     """
 
     def __init__(self, n_bytes: int, *, device: torch.device):
         self.n_bytes = max(n_bytes, 1)
-        self.fd = _nameless_file(self.n_bytes)
-        self._map = mmap.mmap(self.fd, self.n_bytes)
+        self.fd = -1
+        try:
+            self.fd = _nameless_file(self.n_bytes)
+            self._map = mmap.mmap(self.fd, self.n_bytes)
+        except OSError as error:
+            if self.fd >= 0:
+                os.close(self.fd)
+            raise MemoryRunOut(
+                f"checkpoint.saving=async: this machine does not give {bytes_in_words(self.n_bytes)} of memory: "
+                f"{os.strerror(error.errno or 0)}; checkpoint.saving=blocking needs none"
+            ) from None
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         # by several threads: the kernel clears a page when it is first touched
         self.bytes.zero_()
@@ -64,5 +73,9 @@ def _nameless_file(n_bytes: int) -> int:
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.ftruncate(fd, n_bytes)
+    try:
+        os.ftruncate(fd, n_bytes)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
