@@ -200,6 +200,19 @@ def examine(
     return manifest, problems
 
 
+def whole_steps(folder: Path, inspect: Inspect) -> set[int]:
+    """The steps of the checkpoints in a folder of them that are whole.
+
+    Their manifests and the sizes of their files are right, and `inspect` has nothing against them; bytes are not read.
+    """
+    found = set()
+    for candidate in candidates(folder):
+        _, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
+        if not problems:
+            found.add(candidate.step)
+    return found
+
+
 def newest_whole(folder: Path, inspect: Inspect) -> int | None:
     """The step of the newest checkpoint in a folder of checkpoints that is whole; None when there is none.
 

@@ -1,19 +1,24 @@
 """Checkpoints that a run folder did not take and that were saved in another place: moved home by the next start.
 
-Torch-free. `checkpoints/saved-elsewhere.txt` in the run folder names the place, where there was room for a line.
+Torch-free. `checkpoints/saved-elsewhere.txt` in the run folder names the place, where there was room for a line. It is
+how they are found again when `fallback_dir` was changed, or the run folder was moved. A run that was copied has a note
+of the other one's place: there nothing is removed.
 """
 
 import contextlib
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from megaspec.checkpoint import folders
-from megaspec.checkpoint.examine import Inspect, examine, newest_whole, no_objections
+from megaspec.checkpoint.examine import Inspect, examine, no_objections, whole_steps
 from megaspec.checkpoint.files import free_bytes, remove_tree, rename_durably, sync_folder, write_failure
 from megaspec.checkpoint.format import MANIFEST, Manifest
+from megaspec.checkpoint.retention import kept
+from megaspec.checkpoint.spec import CheckpointSpec
 from megaspec.core.errors import CheckpointError, WriteError
 from megaspec.core.regular_files import read_inside
 
@@ -36,17 +41,35 @@ def note(run_dir: Path, path: Path) -> None:
 
 def refuse_unwritable(fallback_dir: str, run_dir: Path) -> None:
     """WriteError: nothing can be saved there. Asked before training starts, not when it is needed."""
-    folder = fallback_folder(fallback_dir, run_dir)
-    probe = folder / ".probe"
+    place = _own_place(fallback_dir, run_dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        Path(fallback_dir).mkdir(parents=True, exist_ok=True)
+        while not os.path.lexists(place):
+            place = place.parent
+        probe = place / f".probe-{os.getpid()}"
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
         raise WriteError(
-            f"checkpoint.fallback_dir={fallback_dir}: cannot write {error.filename or folder}: "
+            f"checkpoint.fallback_dir={fallback_dir}: cannot write {error.filename or place}: "
             f"{os.strerror(error.errno or 0)}; name a folder that can be written"
         ) from None
+
+
+def _own_place(fallback_dir: str, run_dir: Path) -> Path:
+    """The folder of the run's checkpoints there."""
+    return fallback_folder(fallback_dir, run_dir) / folders.CHECKPOINTS
+
+
+def _places(run_dir: Path, fallback_dir: str | None) -> list[Path]:
+    """Folders in which checkpoints of the run may lie that it did not take."""
+    places = []
+    noted = _noted(run_dir / folders.CHECKPOINTS)
+    if noted is not None:
+        places.append(noted.path.parent)
+    if fallback_dir is not None:
+        places.append(_own_place(fallback_dir, run_dir))
+    return list(dict.fromkeys(places))
 
 
 @dataclass(frozen=True)
@@ -54,54 +77,103 @@ class Adopted:
     """What `adopt` did. `lines`: for whoever starts the run."""
 
     step: int | None
+    """The newest that was moved."""
     lines: tuple[str, ...]
 
 
-def adopt(run_dir: Path, fallback_dir: str | None, inspect: Inspect = no_objections) -> Adopted:
-    """Moves the newest checkpoint in the fallback folder into the run folder, where it is newer than all there; for who
-    holds the run's lock. What is not newer is removed.
+def adopt(
+    run_dir: Path, spec: CheckpointSpec, inspect: Inspect = no_objections, *, losses: Mapping[int, float] | None = None
+) -> Adopted:
+    """Moves checkpoints from the fallback folder into the run folder: the newest, where it is newer than all there, and
+    those that `spec` keeps beside it, of which the best by `losses`. Others are removed. For who holds the run's lock.
 
-    WriteError: the run folder has no room for it. Damage is told, and left where it is.
+    Of a step that is in both the one in the fallback folder is the later one: a run that goes on, or back, has taken
+    home before what was there.
+
+    WriteError: the run folder has no room for the newest. An older one that has none stays where it is, and so does a
+    damaged one; both are told.
     """
     home = run_dir / folders.CHECKPOINTS
-    lines = []
     noted = _noted(home)
-    places = [Path(noted).parent] if noted else []
-    if fallback_dir is not None:
-        places.append(fallback_folder(fallback_dir, run_dir) / folders.CHECKPOINTS)
-    if noted and not Path(noted).is_dir():
-        lines.append(f"{noted} is not there, in which a checkpoint was saved that this folder had not taken")
-    adopted = None
-    for place in dict.fromkeys(places):
-        for candidate in folders.candidates(place):
-            newest = newest_whole(home, inspect)
-            if newest is not None and candidate.step <= newest:
-                with contextlib.suppress(OSError):
-                    remove_tree(candidate.path)
+    at_home = whole_steps(home, inspect)
+    lines = []
+    moved = []
+    if noted is not None and not noted.path.is_dir() and noted.step > max(at_home, default=-1):
+        lines.append(f"{noted.path} is not there, in which a checkpoint was saved that this folder had not taken")
+    for place in _places(run_dir, spec.fallback_dir):
+        is_ours = spec.fallback_dir is not None and place == _own_place(spec.fallback_dir, run_dir)
+        # newest first
+        left = folders.candidates(place)
+        while left:
+            candidate = left.pop(0)
+            step = candidate.step
+            wanted = kept({*at_home, step, *(older.step for older in left)}, spec, losses or {})
+            if step not in wanted or (step in at_home and not is_ours):
+                if is_ours:
+                    with contextlib.suppress(OSError):
+                        remove_tree(candidate.path)
                 continue
-            manifest, problems = examine(candidate.path, candidate.step, deep=True, inspect=inspect)
+            manifest, problems = examine(candidate.path, step, deep=True, inspect=inspect)
             if manifest is None or problems:
                 lines.append(f"a checkpoint is not good: {'; '.join(problems)}")
                 continue
-            _move(candidate, manifest, home)
-            lines.append(f"step {candidate.step} was saved in {place}, and is in {home} now")
-            adopted = candidate.step
-    if adopted is not None:
+            try:
+                _copy(candidate, manifest, home)
+            except WriteError as error:
+                if step > max(at_home, default=-1):
+                    raise
+                lines.append(f"step {step} stays in {place}: {error}")
+                continue
+            at_home.add(step)
+            moved.append(step)
+            lines.append(f"step {step} was saved in {place}, and is in {home} now")
+            if is_ours:
+                with contextlib.suppress(OSError):
+                    remove_tree(candidate.path)
+        if is_ours:
+            _remove_empty(place)
+    if noted is not None and noted.step <= max(at_home, default=-1):
         with contextlib.suppress(OSError):
             (home / NOTE).unlink()
-    return Adopted(adopted, tuple(lines))
+    return Adopted(max(moved, default=None), tuple(lines))
 
 
-def _noted(home: Path) -> str:
-    """What the note says; "" where there is none."""
+def put_aside_from(run_dir: Path, fallback_dir: str | None, first_step: int, reason: str) -> list[int]:
+    """Puts what was saved elsewhere, of `first_step` and behind, into a quarantine there: no start is to go on from it.
+    -> their steps. WriteError: it can't be moved, or the place can't be looked into."""
+    moved = []
+    for place in _places(run_dir, fallback_dir):
+        try:
+            for candidate in folders.candidates(place):
+                if candidate.step >= first_step:
+                    folders.put_aside(candidate, reason)
+                    moved.append(candidate.step)
+        except CheckpointError as error:
+            raise WriteError(error.problems) from None
+        except OSError as error:
+            raise write_failure(place, error) from None
+    return moved
+
+
+def _remove_empty(place: Path) -> None:
+    """Removes the run's folder in the other place, unless something is in it."""
+    for folder in (place, place.parent):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _noted(home: Path) -> folders.CandidateFolder | None:
+    """What the note says; None where there is none, or it names no checkpoint."""
     try:
-        return read_inside(home, NOTE, limit=_NOTE_LIMIT).decode(errors="replace").strip()
+        text = read_inside(home, NOTE, limit=_NOTE_LIMIT).decode(errors="replace").strip()
     except OSError:
-        return ""
+        return None
+    path = Path(text)
+    return folders.parse_candidate(path.parent, path.name)
 
 
-def _move(candidate: folders.CandidateFolder, manifest: Manifest, home: Path) -> None:
-    """Copies a checkpoint home as it would be saved there, and then removes it where it was."""
+def _copy(candidate: folders.CandidateFolder, manifest: Manifest, home: Path) -> None:
+    """Copies a checkpoint home as it would be saved there. WriteError: it did not arrive."""
     target = home / folders.step_name(candidate.step)
     saving = home / folders.hidden_name("saving", candidate.step, manifest.generation)
     try:
@@ -109,7 +181,7 @@ def _move(candidate: folders.CandidateFolder, manifest: Manifest, home: Path) ->
         free = free_bytes(home)
         if manifest.bytes > free:
             raise WriteError(
-                f"{candidate.path} is this run's newest checkpoint, and {home} has no room for it: need "
+                f"{candidate.path} belongs into {home}, which has no room for it: need "
                 f"{manifest.bytes:,} bytes, {free:,} bytes are free; make room there and start again"
             )
         folders.remove_hidden(home, "saving")
@@ -125,7 +197,7 @@ def _move(candidate: folders.CandidateFolder, manifest: Manifest, home: Path) ->
         # the bytes that are here now: the copy may have gone wrong
         _, problems = examine(saving, candidate.step, deep=True)
         if problems:
-            raise CheckpointError(problems)
+            raise WriteError([f"{candidate.path} came into {home} with other bytes", *problems])
         if os.path.lexists(target):
             # it is not whole, or this one would not be newer
             folders.put_aside(folders.CandidateFolder(candidate.step, target), "it was saved again elsewhere")
@@ -136,5 +208,3 @@ def _move(candidate: folders.CandidateFolder, manifest: Manifest, home: Path) ->
         if os.path.lexists(saving):
             with contextlib.suppress(OSError):
                 remove_tree(saving)
-    with contextlib.suppress(OSError):
-        remove_tree(candidate.path)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay beside the newest. Torch-free."""
+"""Which checkpoints stay. Torch-free."""
 
 from collections.abc import Iterable, Mapping
 from math import isfinite
@@ -21,3 +21,11 @@ def kept_beside_newest(steps: Iterable[int], spec: CheckpointSpec, losses: Mappi
     evaluated.sort(key=lambda step: (losses[step], -step))
     kept.update(evaluated[: spec.keep_best])
     return kept
+
+
+def kept(steps: Iterable[int], spec: CheckpointSpec, losses: Mapping[int, float]) -> set[int]:
+    """Of the steps of checkpoints, all that stay: the newest, and those beside them."""
+    ascending = sorted(steps)
+    if spec.keep == "all":
+        return set(ascending)
+    return {*ascending[-spec.keep :], *kept_beside_newest(ascending, spec, losses)}

@@ -13,6 +13,7 @@ checkpoints that its recipe says, and the CPU's memory holds the state once. How
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,6 +105,12 @@ class Tries:
     def place(self, n_failed: int) -> Store:
         """Where to save after so many tries."""
         if n_failed > 0 and self.fallback is not None:
+            return self.fallback
+        return self.first
+
+    def store_of(self, path: Path) -> Store:
+        """The one in which a checkpoint was saved."""
+        if self.fallback is not None and path.parent == self.fallback.folder:
             return self.fallback
         return self.first
 
@@ -477,6 +484,10 @@ class AsyncSaver:
 
     def close(self) -> None:
         """Gives up what is under way: the checkpoint before it is the newest good one."""
+        if self._copied is not None:
+            # the device may still write into memory that goes away below; where the device has failed it does not
+            with suppress(RuntimeError):
+                self._copied.synchronize()
         self.writer.abandon()
         if self._save is not None and self._comm.rank == 0 and self._save.begun is not None:
             self._store().publisher.give_up(self._save.begun)
@@ -487,14 +498,18 @@ class AsyncSaver:
             self._buffer = None
 
 
-def build_saver(
-    spec: CheckpointSpec, store: Store, comm: Comm, *, device: torch.device, on_wait: Callable[[], object]
-) -> Saver:
-    """What a run saves with, into `store`. `on_wait` is called every few seconds while training waits for a writer."""
+def build_tries(spec: CheckpointSpec, store: Store) -> Tries:
+    """Where the saves of a run into `store` are tried."""
     fallback = None
     if spec.fallback_dir is not None:
         fallback = Store(fallback_folder(spec.fallback_dir, store.folder.parent), lock=store.lock)
-    tries = Tries(store, fallback, retries=spec.retries)
+    return Tries(store, fallback, retries=spec.retries)
+
+
+def build_saver(
+    spec: CheckpointSpec, tries: Tries, comm: Comm, *, device: torch.device, on_wait: Callable[[], object]
+) -> Saver:
+    """What a run saves with. `on_wait` is called every few seconds while training waits for a writer."""
     if spec.saving == "async":
         return AsyncSaver(tries, comm, device=device, on_wait=on_wait)
     return BlockingSaver(tries, comm)

@@ -25,6 +25,8 @@ from megaspec.launcher.loopback import bind_to_loopback
 from megaspec.launcher.run_secret import job_of_parent, take_secret
 from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import write_environment
+from megaspec.log.jsonl import losses_by_step
+from megaspec.log.sinks import METRICS
 from megaspec.log.webhook import address_of
 from megaspec.plan.promise import promise_of_change
 from megaspec.plan.report import print_plan
@@ -263,7 +265,10 @@ def prepare_resume(
         old = read_run(folder).spec
         refuse_weights_alone(folder, old)
         # what was saved elsewhere counts: the order of data goes on after the newest step
-        for line in adopt(folder, old.checkpoint.fallback_dir, own_checkpoint(old)).lines:
+        # where it was saved, and what is to be kept from now on
+        checkpoint = recipe.checkpoint.model_copy(update={"fallback_dir": old.checkpoint.fallback_dir})
+        losses = losses_by_step(folder / METRICS, checkpoint.best_by)
+        for line in adopt(folder, checkpoint, own_checkpoint(old), losses=losses).lines:
             print(printable(f"megaspec: {line}"), file=sys.stderr)
         refuse_lost_fork(folder, old)
         done = newest_step(folder)

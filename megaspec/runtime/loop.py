@@ -16,16 +16,17 @@ import torch
 
 from megaspec.checkpoint.comm import Comm, on_first
 from megaspec.checkpoint.copier import Copier
-from megaspec.checkpoint.fallback import adopt, refuse_unwritable
+from megaspec.checkpoint.examine import Inspect
+from megaspec.checkpoint.fallback import adopt, put_aside_from, refuse_unwritable
 from megaspec.checkpoint.folders import step_name
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.retention import kept_beside_newest
-from megaspec.checkpoint.saver import MEET_SECONDS, Saved, Saver, build_saver
+from megaspec.checkpoint.saver import MEET_SECONDS, Saved, Saver, Tries, build_saver, build_tries
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import START_ANEW, Store
 from megaspec.core import counted
-from megaspec.core.errors import CheckpointError, NonFiniteError, Preempted, printable
+from megaspec.core.errors import CheckpointError, NonFiniteError, Preempted, WriteError, printable
 from megaspec.core.faults import failpoint
 from megaspec.data.loader import Loader, StepBatch, open_source
 from megaspec.data.source import ResumableSource, Source
@@ -70,7 +71,7 @@ from megaspec.runtime.pace import Pace
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position
 from megaspec.runtime.profile import StepProfiler
-from megaspec.runtime.roll_back import RollBack, open_before
+from megaspec.runtime.roll_back import RollBack, only_before, open_before
 from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over, weight_pieces_of
 from megaspec.runtime.step import PHASES, StepResult, train_step
@@ -78,7 +79,7 @@ from megaspec.runtime.stragglers import BACKWARD, DATA, FORWARD, OPTIMIZER, REDU
 from megaspec.runtime.text_passes import ModelOnRanks
 from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
-from megaspec.train.guard import Guard
+from megaspec.train.guard import Guard, Window
 
 Mark = float | torch.cuda.Event
 MOST_KEPT_BYTES = 64 << 20
@@ -280,6 +281,7 @@ class Run:
     scaler: LossScaler = field(init=False)
     guard: Guard = field(init=False)
     checks: Checks | None = field(init=False, default=None)
+    tries: Tries = field(init=False)
     saver: Saver = field(init=False)
     copier: Copier | None = field(init=False, default=None)
     """Rank 0, where checkpoints are copied."""
@@ -294,8 +296,10 @@ class Run:
         spec = self.built.spec
         self.guard = Guard(spec.train.numbers, spec.train.skip_steps)
         self.schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
+        on_first(self.comm, self._refuse_bad_fallback)
+        self.tries = build_tries(spec.checkpoint, self.store)
         self.saver = build_saver(
-            spec.checkpoint, self.store, self.comm, device=self.built.device, on_wait=self._wait_for_writer
+            spec.checkpoint, self.tries, self.comm, device=self.built.device, on_wait=self._wait_for_writer
         )
         if spec.checkpoint.copy_to is not None and self.comm.rank == 0:
             self.copier = Copier(spec.checkpoint.copy_to, self.run_dir)
@@ -308,9 +312,7 @@ class Run:
         spec = self.built.spec
         is_fork = began_as_fork(spec)
         way_out = fork_again(spec) if is_fork else START_ANEW
-        for line in on_first(self.comm, self._fetch_from_elsewhere):
-            if self.comm.rank == 0:
-                print(printable(f"megaspec: {line}"), file=sys.stderr, flush=True)
+        self._tell(on_first(self.comm, self._fetch_from_elsewhere))
         reader = self.store.newest_good(self.comm, inspect=self._objections, way_out=way_out)
         if reader is None and is_fork:
             raise CheckpointError(f"{self.store.folder}: no checkpoint is left; {way_out}")
@@ -336,7 +338,8 @@ class Run:
         self.step = reader.state["step"]
         self.tokens = reader.state["tokens"]
         self.scaler.load_state(reader.state["loss_scale"])
-        # a fork to another stream begins that at its beginning
+        # a fork to another stream begins that at its beginning, also where it comes back to where it began
+        self.place = None
         if self.schedule.consumed(self.step) > 0:
             self.place = read_place(reader)
 
@@ -346,15 +349,35 @@ class Run:
             return {}
         return reader.state.get(NUMBERS, {})
 
-    def _fetch_from_elsewhere(self) -> list[str]:
-        """Rank 0: moves home what an earlier start saved in another place. -> what there is to tell of it."""
-        spec = self.built.spec
-        fallback_dir = spec.checkpoint.fallback_dir
+    def _refuse_bad_fallback(self) -> None:
+        """Rank 0: WriteError where nothing can be saved in the other place."""
+        fallback_dir = self.built.spec.checkpoint.fallback_dir
         if fallback_dir is not None:
             refuse_unwritable(fallback_dir, self.run_dir)
+
+    def _fetch_from_elsewhere(self) -> list[str]:
+        """Rank 0: moves home what an earlier start saved in another place. -> what there is to tell of it."""
         if self.copier is not None:
             self.copier.check()
-        return list(adopt(self.run_dir, fallback_dir, partial(objections, run=spec)).lines)
+        return self._bring_home(partial(objections, run=self.built.spec))
+
+    def _bring_home(self, inspect: Inspect) -> list[str]:
+        """Rank 0: moves home what was saved in another place. -> what there is to tell of it."""
+        losses = self._losses_on_disk()
+        return list(adopt(self.run_dir, self.built.spec.checkpoint, inspect, losses=losses).lines)
+
+    def _losses_on_disk(self) -> dict[int, float]:
+        """Rank 0: by step, of the evaluations that say which checkpoints are best; none where nothing asks for it."""
+        checkpoint = self.built.spec.checkpoint
+        if not checkpoint.keep_best:
+            return {}
+        return losses_by_step(self.run_dir / METRICS, checkpoint.best_by)
+
+    def _tell(self, lines: Sequence[str]) -> None:
+        """On rank 0's stderr."""
+        for line in lines:
+            if self.comm.rank == 0:
+                print(printable(f"megaspec: {line}"), file=sys.stderr, flush=True)
 
     def _tell_new_start(self) -> None:
         """Says on stderr that a run which was under way before, or may have been, starts with weights from the seed."""
@@ -403,8 +426,8 @@ class Run:
         """Trains to the last step, or raises RollBack where the run has to go on from an earlier one."""
         spec = self.built.spec
         self.checks = build_checks(self.built, self.comm, step=self.step)
-        if self.comm.rank == 0 and spec.checkpoint.keep_best:
-            self.losses = losses_by_step(self.run_dir / METRICS, spec.checkpoint.best_by)
+        if self.comm.rank == 0:
+            self.losses = self._losses_on_disk()
         if self._owes_evaluation():
             self._evaluate()
         source = open_training_source(spec)
@@ -516,9 +539,12 @@ class Run:
         if self.built.device.type == "cuda":
             # steps that were begun behind the bad one still write
             torch.cuda.synchronize(self.built.device)
+        self._tell(on_first(self.comm, lambda: self._bring_home_before(window)))
+        saved_before = on_first(self.comm, self.store.steps)
         with open_before(self.store, self.comm, back, inspect=self._objections) as reader:
             self._load(reader)
             self.guard.roll_back(window, to=self._numbers_of(reader))
+        on_first(self.comm, lambda: self._leave_behind(self.step, saved_before))
         first_sample = self.schedule.consumed(window.first - 1)
         event = RolledBack(
             step=self.step,
@@ -538,6 +564,23 @@ class Run:
         # so that a run that is killed now leaves the same data out
         self.last_saved = -1
         self._save()
+
+    def _bring_home_before(self, window: Window) -> list[str]:
+        """Rank 0: moves home what was saved in another place before a window. -> what there is to tell of it."""
+        try:
+            return self._bring_home(only_before(window, partial(objections, run=self.built.spec)))
+        except WriteError as error:
+            # there is no room for it: the run goes back as far as its own folder says
+            return [str(error)]
+
+    def _leave_behind(self, step: int, saved_before: Sequence[int]) -> None:
+        """Rank 0: the run went back to a step; no start, and nobody who fetches a copy, is to go on from a later one.
+        `saved_before`: steps that its folder held."""
+        fallback_dir = self.built.spec.checkpoint.fallback_dir
+        elsewhere = put_aside_from(self.run_dir, fallback_dir, step + 1, f"the run went back to step {step}")
+        if self.copier is not None:
+            for gone in {*saved_before, *elsewhere} - set(self.store.steps()):
+                self.copier.drop(gone)
 
     def _one_step(self, batch: StepBatch, *, on_phase: Callable[[str], object]) -> StepResult:
         spec = self.built.spec
@@ -756,7 +799,7 @@ class Run:
         spec = self.built.spec
         for saved in published:
             if self.comm.rank == 0 and spec.checkpoint.keep != "all":
-                deleted = self.store.prune(
+                deleted = self.tries.store_of(saved.path).prune(
                     spec.checkpoint.keep,
                     inspect=partial(objections, run=spec),
                     beside=partial(kept_beside_newest, spec=spec.checkpoint, losses=self.losses),

@@ -25,18 +25,23 @@ class RollBack(Exception):
     """That ends the run where nothing is left to go back to."""
 
 
-def open_before(store: Store, comm: Comm, back: RollBack, *, inspect: Inspect) -> Reader:
-    """The newest good checkpoint before a window, opened. What was written behind goes into quarantine: it has learned
-    from data that is left out. Raises NonFiniteError where there is none."""
-    window = back.verdict.window
+def only_before(window: Window, inspect: Inspect) -> Inspect:
+    """What a run that goes back before a window has against a checkpoint."""
 
     def is_before(manifest: Manifest) -> list[str]:
         if manifest.step >= window.first:
             return [f"it has learned from the data of steps {window.first} to {window.last}, which is left out now"]
         return inspect(manifest)
 
+    return is_before
+
+
+def open_before(store: Store, comm: Comm, back: RollBack, *, inspect: Inspect) -> Reader:
+    """The newest good checkpoint before a window, opened. What was written behind goes into quarantine: it has learned
+    from data that is left out. Raises NonFiniteError where there is none."""
+    window = back.verdict.window
     try:
-        reader = store.newest_good(comm, inspect=is_before)
+        reader = store.newest_good(comm, inspect=only_before(window, inspect))
     except CheckpointError as error:
         raise nothing_before(back, window, error.problems) from error
     if reader is None:

@@ -17,6 +17,7 @@ from megaspec.checkpoint.fallback import adopt, fallback_folder
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.saver import AsyncSaver, BlockingSaver, Saved, Saver, Tries
 from megaspec.checkpoint.shard import SavedPiece
+from megaspec.checkpoint.spec import CheckpointSpec
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
 from megaspec.core.errors import RunLockedError, WriteError
@@ -218,25 +219,16 @@ def test_a_run_folder_without_room_has_another_place(tmp_path, monkeypatch, capf
     assert f"trying again in {there.parent}" in capfd.readouterr().err
     how.close()
     # the next start moves it home
-    adopted = adopt(run, str(elsewhere))
+    adopted = adopt(run, CheckpointSpec(fallback_dir=str(elsewhere)))
     assert adopted.step == 2
     assert adopted.lines == (f"step 2 was saved in {there.parent}, and is in {run / 'checkpoints'} now",)
     assert not there.exists()
     with Store(run).newest_good(SOLO) as reader:
         assert_holds(reader, 2, 0)
     assert sorted(os.listdir(run / "checkpoints")) == ["step-00000001", "step-00000002"]
-    assert adopt(run, str(elsewhere)).lines == ()
-
-
-def test_what_was_saved_elsewhere_and_is_not_there_is_told(tmp_path) -> None:
-    run = tmp_path / "run"
-    how = BlockingSaver(tries_in(run), SOLO)
-    save(how, 1)
-    (run / "checkpoints" / "saved-elsewhere.txt").write_text("/nowhere/checkpoints/step-00000002\n")
-    assert adopt(run, None).lines == (
-        "/nowhere/checkpoints/step-00000002 is not there, in which a checkpoint was saved that this folder had not "
-        "taken",
-    )
+    assert adopt(run, CheckpointSpec(fallback_dir=str(elsewhere))).lines == ()
+    # nothing is left of the run there
+    assert os.listdir(elsewhere) == []
 
 
 def test_a_run_that_another_job_took_over_publishes_nothing(tmp_path) -> None:
