@@ -13,7 +13,6 @@ import faulthandler
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +31,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.runtime.build import build, initialise, mesh_of
+from megaspec.runtime.loop import Mark, StepClock
 from megaspec.runtime.rank import leave_room
 from megaspec.runtime.step import StepResult, train_step
 from megaspec.spec import Spec
@@ -232,16 +232,25 @@ def packed_pool(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> tuple[list[
 
 
 def timed(step: Callable[[int], StepResult], steps: range) -> tuple[list[float], list[float]]:
-    """-> seconds and loss of each step; the host waits for each."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    times, losses = [], []
+    """-> seconds, by the device's clock, and loss of each step. As in training the host reads the numbers of a step
+    while the device is at the next one."""
+    times: list[float] = []
+    losses: list[float] = []
+    clock = StepClock(device_here())
+    pending: list[tuple[Mark, torch.Tensor]] = []
+
+    def read() -> None:
+        mark, loss = pending.pop(0)
+        times.append(clock.lap(mark))
+        losses.append(loss.item())
+
     for i in steps:
-        wait()
-        begun = time.perf_counter()
         result = step(i)
-        wait()
-        times.append(time.perf_counter() - begun)
-        losses.append(result.loss.item())
+        pending.append((clock.mark(), result.loss))
+        if len(pending) > 1:
+            read()
+    while pending:
+        read()
     return times, losses
 
 

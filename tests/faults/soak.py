@@ -46,6 +46,7 @@ PAUSE_SECONDS = 0.04
 EXPECTED = {
     "recipe.json", "target.json", "prediction.json", "spec.json", "environment.json", "metrics.jsonl", "exit_code.json",
     "attempts.jsonl", "avoided.jsonl", "suspects.jsonl", "devices", "lock", "logs", "checkpoints",
+    "heartbeat.json",
 }  # fmt: skip
 MIB = 1 << 20
 
@@ -111,7 +112,8 @@ def soak(folder: Path, factory: RankFactory, *, minutes: float, every: float, se
     # torch keeps one folder for what it compiles, whoever asks
     leaked = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
     assert leaked == []
-    assert {path.name for path in run.iterdir()} <= EXPECTED
+    unknown = {path.name for path in run.iterdir()} - EXPECTED
+    assert unknown == set()
     hidden = [path.name for path in (run / CHECKPOINTS).iterdir() if path.name.startswith(".")]
     assert hidden == []
     steps = newest_step(run)

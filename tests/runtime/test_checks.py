@@ -73,8 +73,10 @@ def test_flips_in_what_ranks_hold_alike_are_found_and_named(tmp_path, pool):
     assert "Nothing was saved since they last agreed; step 0 was the last that was found in order" in text
 
 
-def test_of_two_copies_both_are_named(tmp_path, pool):
-    made = spec({**SMALL, **DP2, **REPLICAS})
+@pytest.mark.parametrize("adamw", ["torch", "reference"])
+def test_of_two_copies_both_are_named(adamw, tmp_path, pool):
+    """reference: updated as on a GPU, by an implementation of the registry."""
+    made = spec({**SMALL, **DP2, **REPLICAS, "kernels.adamw": adamw})
     faults = flips(2, ranks=2, kinds=("master", "state"), seed=2, steps=range(2, 5))
     results = pool.run(troubles.with_flips, made.model_dump_json(), str(tmp_path), faults, ranks=2)
     check_found(results, faults, within=EVERY, named=False)
