@@ -17,10 +17,11 @@ from megaspec.checkpoint.fallback import adopt, fallback_folder
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.saver import AsyncSaver, BlockingSaver, Saved, Saver, Tries
 from megaspec.checkpoint.shard import SavedPiece
+from megaspec.checkpoint.shared_buffer import SharedBuffer
 from megaspec.checkpoint.spec import CheckpointSpec
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
-from megaspec.core.errors import RunLockedError, WriteError
+from megaspec.core.errors import MemoryRunOut, RunLockedError, WriteError
 from tests.checkpoint.checkpoint_cases import (
     CHUNK,
     SOLO,
@@ -298,3 +299,10 @@ def test_pieces_without_elements_and_ranks_without_pieces(tmp_path) -> None:
     with Store(tmp_path).open(1, SOLO) as reader:
         assert reader.read("none").shape == (0, 3)
         assert reader.read("one") == 1
+
+
+def test_memory_that_there_is_not_is_told_and_nothing_stays_open() -> None:
+    before = psutil.Process().num_fds()
+    with pytest.raises(MemoryRunOut, match="checkpoint.saving=async: this machine does not give"):
+        SharedBuffer(1 << 60, device=CPU)
+    assert psutil.Process().num_fds() == before
