@@ -303,6 +303,6 @@ def test_pieces_without_elements_and_ranks_without_pieces(tmp_path) -> None:
 
 def test_memory_that_there_is_not_is_told_and_nothing_stays_open() -> None:
     before = psutil.Process().num_fds()
-    with pytest.raises(MemoryRunOut, match="checkpoint.saving=async: this machine does not give"):
+    with pytest.raises(MemoryRunOut, match=r"checkpoint.saving=async: this machine does not give"):
         SharedBuffer(1 << 60, device=CPU)
     assert psutil.Process().num_fds() == before
