@@ -69,8 +69,8 @@ def decide(ends: Sequence[Ended], limits: RestartsSpec, *, spread: float) -> Ver
 
 
 def _since_devices_changed(ends: Sequence[Ended], limits: RestartsSpec, *, spread: float) -> Verdict:
-    """What follows an attempt that the supervisor ended itself: no failure, but a device that comes and goes while ranks
-    start would have them start for ever."""
+    """What follows an attempt that the supervisor ended itself: no failure. But where a device comes and goes while
+    ranks start they would do nothing else."""
     in_vain = 0
     for end in reversed(ends):
         if end.has_saved or not end.is_planned:

@@ -24,6 +24,8 @@ from megaspec.log.events import NAMES, EvalDone, Event, RolledBack, RunEnded
 MOST_WAITING = 100_000
 # Bytes of a line; those of a step have some 400, and no sample of text comes near it.
 MAX_LINE = 1 << 20
+# What stands for numbers that JSON has not.
+_NOT_FINITE = ("nan", "inf", "-inf")
 # What stands in the line of an evaluation.
 EVALUATION = f'"{NAMES[EvalDone]}"'.encode()
 
@@ -144,7 +146,7 @@ def losses_by_step(path: Path, set_name: str) -> dict[int, float]:
             loss = found.get("loss")
             if set_name != "mean":
                 loss = sets.get(set_name) if isinstance(sets, dict) else None
-            if isinstance(found.get("step"), int) and isinstance(loss, int | float):
+            if isinstance(found.get("step"), int) and (isinstance(loss, int | float) or loss in _NOT_FINITE):
                 losses[found["step"]] = float(loss)
     return losses
 
