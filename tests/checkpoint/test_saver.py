@@ -301,8 +301,15 @@ def test_pieces_without_elements_and_ranks_without_pieces(tmp_path) -> None:
         assert reader.read("one") == 1
 
 
-def test_memory_that_there_is_not_is_told_and_nothing_stays_open() -> None:
+@pytest.mark.parametrize(("number", "error"), [(errno.ENOMEM, MemoryRunOut), (errno.EFBIG, WriteError)])
+def test_memory_that_there_is_not_is_told_and_nothing_stays_open(monkeypatch, number, error) -> None:
+    """A limit on files may be raised, and ends a run with 73; where there is no memory another start meets that too."""
+
+    def refuse(fd: int, n_bytes: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
     before = psutil.Process().num_fds()
-    with pytest.raises(MemoryRunOut, match=r"checkpoint.saving=async: this machine does not give"):
-        SharedBuffer(1 << 60, device=CPU)
+    with pytest.raises(error, match=r"checkpoint.saving=async: this machine does not give 1.0 GiB of memory"):
+        SharedBuffer(1 << 30, device=CPU)
     assert psutil.Process().num_fds() == before
