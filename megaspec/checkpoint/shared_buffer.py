@@ -16,8 +16,8 @@ class SharedBuffer:
     """`n_bytes` of the CPU's memory, shared through `fd`; page-locked for a GPU, so that copies run beside its work.
 
     It has no name, so nothing is left of it when the processes that map it are gone, however they end. All pages are
-    taken when it is made. MemoryRunOut: there are not so many, or the driver does not lock them. WriteError: files may not be
-    so large.
+    taken when it is made. MemoryRunOut: there are not so many, or the driver does not lock them. WriteError: files may
+    not be so large.
     """
 
     def __init__(self, n_bytes: int, *, device: torch.device):
