@@ -123,3 +123,17 @@ def test_asking_whether_it_can_be_written_leaves_nothing(tmp_path) -> None:
     run, _ = apart(tmp_path, home=(1,), elsewhere=())
     refuse_unwritable(str(tmp_path / "other"), run)
     assert os.listdir(tmp_path / "other") == []
+
+
+def test_of_a_step_that_is_in_both_places_the_later_one_is_taken(tmp_path) -> None:
+    """A run that goes back takes home what lies elsewhere, and saves the step anew: where there is room for it."""
+    run, there = apart(tmp_path, home=(1, 2), elsewhere=())
+    earlier = save(there, 2, salt=1)
+    os.rename(earlier, tmp_path / "earlier")
+    save(there, 2, salt=2)
+    # what a kill right after a second save leaves of the first
+    os.rename(tmp_path / "earlier", there.folder / ".replaced-00000002-9")
+    assert adopt(run, asked(tmp_path)).step == 2
+    with Store(run).open(2, SOLO) as reader:
+        assert_holds(reader, 2, 2)
+    assert os.listdir(tmp_path / "other") == []
