@@ -47,11 +47,11 @@ def decide(ends: Sequence[Ended], limits: RestartsSpec, *, spread: float) -> Ver
     if last.code == DONE:
         return Verdict(False, DONE, "")
     if last.is_planned:
-        return Verdict(True, last.code, "at once, since devices have changed")
+        return _since_devices_changed(ends, limits, spread=spread)
     if last.code not in WORTH_ANOTHER:
         return Verdict(False, last.code, f"exit code {last.code} would be met again")
     failures = [end for end in ends if not end.is_planned]
-    in_a_row = _without_progress(failures)
+    in_a_row = _without_progress(ends)
     internal = failures[-MOST_INTERNAL:]
     if last.code == INTERNAL and in_a_row >= MOST_INTERNAL and all(end.code == INTERNAL for end in internal):
         return Verdict(False, INTERNAL, f"{MOST_INTERNAL} internal errors in a row, and no new step was saved")
@@ -64,18 +64,40 @@ def decide(ends: Sequence[Ended], limits: RestartsSpec, *, spread: float) -> Ver
     if restarts >= limits.most:
         why = f"{restarts} restarts within {limits.window_hours:g} h (launcher.restarts.most)"
         return Verdict(False, _code_of_giving_up(last.code), why)
-    wait = min(limits.longest_wait_seconds, limits.first_wait_seconds * 2.0 ** min(in_a_row, 60))
-    wait *= 0.5 + spread
+    wait = _wait(limits, in_a_row, spread=spread)
     return Verdict(True, last.code, f"again in {wait:.1f} s, restart {restarts + 1} of {limits.most}", wait)
 
 
+def _since_devices_changed(ends: Sequence[Ended], limits: RestartsSpec, *, spread: float) -> Verdict:
+    """What follows an attempt that the supervisor ended itself: no failure. But where a device comes and goes while
+    ranks start they would do nothing else."""
+    in_vain = 0
+    for end in reversed(ends):
+        if end.has_saved or not end.is_planned:
+            break
+        in_vain += 1
+    if in_vain <= 1:
+        return Verdict(True, ends[-1].code, "at once, since devices have changed")
+    wait = _wait(limits, in_vain, spread=spread)
+    why = f"in {wait:.1f} s, since devices have changed {in_vain} times before a step was saved"
+    return Verdict(True, ends[-1].code, why, wait)
+
+
+def _wait(limits: RestartsSpec, in_a_row: int, *, spread: float) -> float:
+    """Seconds before a restart, after so many attempts in a row that saved no new step."""
+    wait = min(limits.longest_wait_seconds, limits.first_wait_seconds * 2.0 ** min(in_a_row, 60))
+    return wait * (0.5 + spread)
+
+
 def _without_progress(ends: Sequence[Ended]) -> int:
-    """How many of the last attempts, one after the other, saved no new step."""
+    """How many of the last failures, one after the other, saved no new step. Attempts that devices have ended are none,
+    but what they saved is progress."""
     count = 0
     for end in reversed(ends):
         if end.has_saved:
             break
-        count += 1
+        if not end.is_planned:
+            count += 1
     return count
 
 

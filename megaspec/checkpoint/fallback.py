@@ -108,7 +108,8 @@ def adopt(
             candidate = left.pop(0)
             step = candidate.step
             wanted = kept({*at_home, step, *(older.step for older in left)}, spec, losses or {})
-            if step not in wanted or (step in at_home and not is_ours):
+            is_later = is_ours and candidate.replaced_by is None
+            if step not in wanted or (step in at_home and not is_later):
                 if is_ours:
                     with contextlib.suppress(OSError):
                         remove_tree(candidate.path)
@@ -199,7 +200,7 @@ def _copy(candidate: folders.CandidateFolder, manifest: Manifest, home: Path) ->
         if problems:
             raise WriteError([f"{candidate.path} came into {home} with other bytes", *problems])
         if os.path.lexists(target):
-            # it is not whole, or this one would not be newer
+            # it is not whole, or an earlier one of the same step
             folders.put_aside(folders.CandidateFolder(candidate.step, target), "it was saved again elsewhere")
         rename_durably(saving, target)
     except OSError as error:

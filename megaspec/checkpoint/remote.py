@@ -50,10 +50,9 @@ class Remote(RemoteFiles):
         self.tried(lambda: self.forget(path), self.url)
 
     def upload(self, checkpoint: Path, step: int, *, run_dir: Path) -> int:
-        """Copies a checkpoint that is whole, which may lie elsewhere than in `run_dir`, and what its run needs to go on.
-        -> bytes. WriteError: it could not be, after TRIES of a file.
+        """Copies a checkpoint that is whole, and the files of its run. -> bytes. It may lie outside `run_dir`.
 
-        CheckpointError: it was deleted, or is damaged.
+        WriteError: it could not be, after TRIES of a file. CheckpointError: it was deleted, or is damaged.
         """
         target = f"{self.root}/{folders.CHECKPOINTS}/{folders.step_name(step)}"
         with held_for_reading(checkpoint):

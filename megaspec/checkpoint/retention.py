@@ -9,7 +9,9 @@ from megaspec.checkpoint.spec import CheckpointSpec
 def kept_beside_newest(steps: Iterable[int], spec: CheckpointSpec, losses: Mapping[int, float]) -> set[int]:
     """Of the steps of checkpoints, those that `keep_every` and `keep_best` keep.
 
-    `losses`: of steps that were evaluated. Of equal losses the newer one is the better: it has seen more.
+    `losses`: of steps that were evaluated. Of equal losses the newer one is the better: it has seen more. Every one of
+    `spec.every` was evaluated before it was saved (rules): where its loss is not known, since what told it was lost, it
+    may be the best, and stays.
     """
     kept = set()
     evaluated = []
@@ -18,6 +20,8 @@ def kept_beside_newest(steps: Iterable[int], spec: CheckpointSpec, losses: Mappi
             kept.add(step)
         if step in losses and isfinite(losses[step]):
             evaluated.append(step)
+        elif spec.keep_best and spec.every and step % spec.every == 0 and step not in losses:
+            kept.add(step)
     evaluated.sort(key=lambda step: (losses[step], -step))
     kept.update(evaluated[: spec.keep_best])
     return kept

@@ -1,5 +1,6 @@
 """Memory that a rank fills from its device and its writer reads: one buffer, used again by every save."""
 
+import errno
 import mmap
 import os
 import tempfile
@@ -7,7 +8,7 @@ import tempfile
 import torch
 from torch import Tensor
 
-from megaspec.core.errors import MemoryRunOut
+from megaspec.core.errors import MegaspecError, MemoryRunOut, WriteError
 from megaspec.core.units import bytes_in_words
 
 
@@ -15,7 +16,8 @@ class SharedBuffer:
     """`n_bytes` of the CPU's memory, shared through `fd`; page-locked for a GPU, so that copies run beside its work.
 
     It has no name, so nothing is left of it when the processes that map it are gone, however they end. All pages are
-    taken when it is made. MemoryRunOut: there are not so many, or the driver does not lock them.
+    taken when it is made. MemoryRunOut: there are not so many, or the driver does not lock them. WriteError: files may
+    not be so large.
     """
 
     def __init__(self, n_bytes: int, *, device: torch.device):
@@ -27,10 +29,7 @@ class SharedBuffer:
         except OSError as error:
             if self.fd >= 0:
                 os.close(self.fd)
-            raise MemoryRunOut(
-                f"checkpoint.saving=async: this machine does not give {bytes_in_words(self.n_bytes)} of memory: "
-                f"{os.strerror(error.errno or 0)}; checkpoint.saving=blocking needs none"
-            ) from None
+            raise _not_given(self.n_bytes, error) from None
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         # by several threads: the kernel clears a page when it is first touched
         self.bytes.zero_()
@@ -64,6 +63,15 @@ class SharedBuffer:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _not_given(n_bytes: int, error: OSError) -> MegaspecError:
+    text = f"checkpoint.saving=async: this machine does not give {bytes_in_words(n_bytes)} of memory: "
+    text += os.strerror(error.errno or 0)
+    if error.errno == errno.EFBIG:
+        # the memory is a file to the kernel, which checkpoints would meet as well
+        return WriteError(f"{text}; raise the limit on the size of files (ulimit -f)")
+    return MemoryRunOut(f"{text}; checkpoint.saving=blocking needs none")
 
 
 def _nameless_file(n_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,13 +22,16 @@ from megaspec.data.stream_files import described
 from megaspec.estimate.target import Target, detect_target
 from megaspec.hf.companions import kept_companions, read_companions, refuse_other_vocabulary
 from megaspec.launcher import exit_file
+from megaspec.launcher.attempts import last_step
 from megaspec.launcher.loopback import bind_to_loopback
 from megaspec.launcher.run_secret import job_of_parent, take_secret
 from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import write_environment
-from megaspec.log.jsonl import losses_by_step
+from megaspec.log.events import RunEnded
+from megaspec.log.jsonl import ended_at, losses_by_step
+from megaspec.log.remote import logged_run
 from megaspec.log.sinks import METRICS
-from megaspec.log.webhook import address_of
+from megaspec.log.webhook import address_of, tell_end
 from megaspec.plan.promise import promise_of_change
 from megaspec.plan.report import print_plan
 from megaspec.plugins import loaded
@@ -145,6 +149,7 @@ def start_ranks(
         record()
         if is_shown:
             _show(prepared.spec, target)
+        began = time.time()
         launcher = prepared.spec.launcher
         options = {"max_restarts": launcher.max_restarts} | options
         try:
@@ -161,7 +166,23 @@ def start_ranks(
         except MegaspecError as error:
             _ended(prepared, error.exit_code)
             raise
-        return _ended(prepared, code, gives_up=gives_up)
+        code = _ended(prepared, code, gives_up=gives_up)
+        _tell_webhook(prepared, code, since=began)
+        return code
+
+
+def _tell_webhook(prepared: Prepared, code: int, *, since: float) -> None:
+    """Tells the webhook how a start ended whose rank 0 could not: it was killed, or hung."""
+    webhook = prepared.spec.log.webhook
+    ended = ended_at(prepared.folder / METRICS)
+    if webhook is None or (ended is not None and ended >= since):
+        return
+    meaning = exit_file.MEANINGS.get(code, exit_file.MEANINGS[MegaspecError.exit_code])
+    event = RunEnded(step=last_step(prepared.folder, METRICS), how=f"exit code {code}, {meaning}")
+    address = address_of(webhook, os.environ)
+    why = tell_end(webhook, prepared.folder, name=logged_run(prepared.folder).name, address=address, event=event)
+    if why:
+        print(printable(f"megaspec: log.webhook: {why}"), file=sys.stderr)
 
 
 def prepare_layout(folder: Path, target: Target, *, memory: str, config_dirs: Sequence[str]) -> tuple[Taken, Prepared]:

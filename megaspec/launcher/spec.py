@@ -22,7 +22,8 @@ SEARCH: Literal["search"] = "search"
 
 
 class RestartsSpec(Frozen):
-    """How `--supervise` starts a run again after a failure. A restart that devices cause is not counted."""
+    """How `--supervise` starts a run again after a failure. A restart that devices cause is not counted, and
+    waits only where the one before it was for devices, too, and nothing was saved since."""
 
     most: NonNegativeCount = 100
     """Restarts within `window_hours`; the run is given up where one more is needed."""

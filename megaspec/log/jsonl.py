@@ -18,12 +18,14 @@ from typing import Any, BinaryIO
 
 from megaspec.core.bounded_json import parse_json
 from megaspec.core.regular_files import open_inside, write_beside
-from megaspec.log.events import NAMES, EvalDone, Event, RolledBack
+from megaspec.log.events import NAMES, EvalDone, Event, RolledBack, RunEnded
 
 # Lines that are kept while they can't be written.
 MOST_WAITING = 100_000
 # Bytes of a line; those of a step have some 400, and no sample of text comes near it.
 MAX_LINE = 1 << 20
+# What stands for numbers that JSON has not.
+_NOT_FINITE = ("nan", "inf", "-inf")
 # What stands in the line of an evaluation.
 EVALUATION = f'"{NAMES[EvalDone]}"'.encode()
 
@@ -90,6 +92,29 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
 
 
+def ended_at(path: Path) -> float | None:
+    """The time of the end of a run that is the last line of a metrics.jsonl; None where that tells of something else,
+    as of a run whose ranks were killed."""
+    try:
+        fd = open_inside(path.parent, path.name)
+    except OSError:
+        return None
+    with open(fd, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - MAX_LINE))
+        lines = file.read(MAX_LINE).splitlines()
+    if not lines:
+        return None
+    try:
+        found = parse_json(lines[-1])
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or found.get("event") != NAMES[RunEnded]:
+        return None
+    time_of_end = found.get("time")
+    return float(time_of_end) if isinstance(time_of_end, int | float) else None
+
+
 def is_evaluated(path: Path, step: int) -> bool:
     """Whether a metrics.jsonl tells of an evaluation after a step; False where there is none that can be read."""
     try:
@@ -121,7 +146,7 @@ def losses_by_step(path: Path, set_name: str) -> dict[int, float]:
             loss = found.get("loss")
             if set_name != "mean":
                 loss = sets.get(set_name) if isinstance(sets, dict) else None
-            if isinstance(found.get("step"), int) and isinstance(loss, int | float):
+            if isinstance(found.get("step"), int) and (isinstance(loss, int | float) or loss in _NOT_FINITE):
                 losses[found["step"]] = float(loss)
     return losses
 

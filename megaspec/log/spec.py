@@ -68,7 +68,9 @@ class WebhookSpec(Frozen):
 
     url_variable: Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]{0,127}$")] = "MEGASPEC_WEBHOOK_URL"
     """The NAME of the environment variable that holds the address, which is a secret for most services."""
-    events: tuple[Literal["alert", "slow", "eval", "checkpoint", "start", "end"], ...] = ("alert", "slow", "end")
+    events: tuple[
+        Literal["alert", "slow", "hardware", "skip", "rollback", "eval", "checkpoint", "start", "end"], ...
+    ] = ("alert", "slow", "hardware", "rollback", "end")
     """Which events of metrics.jsonl are sent. `alert`: those whose action says so."""
     timeout_seconds: PositiveFloat = 10.0
     """Of one try; there are three."""

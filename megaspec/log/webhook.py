@@ -20,15 +20,20 @@ from urllib.parse import urlsplit
 
 from megaspec.core.errors import RecipeError, printable
 from megaspec.log.alerts import alert_text
+from megaspec.log.background import BackgroundSink
+from megaspec.log.console import rolled_back_text, skipped_text
 from megaspec.log.events import (
     NAMES,
     AlertRaised,
     CheckpointSaved,
     EvalDone,
     Event,
+    HardwareSuspected,
+    RolledBack,
     RunEnded,
     RunStarted,
     SlowRank,
+    UpdateSkipped,
 )
 from megaspec.log.jsonl import plain
 from megaspec.log.spec import WebhookSpec
@@ -37,6 +42,7 @@ VERSION = 1
 TRIES = 3
 _FIRST_PAUSE = 1.0
 _MOST_ANSWER = 1 << 16
+_MOST_NAMED = 8
 
 
 def address_of(webhook: WebhookSpec, environ: Mapping[str, str]) -> str:
@@ -104,6 +110,22 @@ class WebhookSink:
         raise RuntimeError(f"an event was not sent: {why}")
 
 
+def tell_end(webhook: WebhookSpec, run_dir: Path, *, name: str, address: str, event: RunEnded) -> str:
+    """Tells of an end in place of rank 0, which was killed, or hung, and told nothing. Takes `timeout_seconds` at most.
+    -> why it was not sent; "" where it was."""
+
+    def open_sink() -> WebhookSink:
+        return WebhookSink(webhook, run_dir, name=name, address=address)
+
+    sink = BackgroundSink(open_sink, close_seconds=lambda: webhook.timeout_seconds)
+    try:
+        sink(event)
+        sink.close()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def _kind(error: Exception) -> str:
     reason: Any = getattr(error, "reason", error)
     if isinstance(reason, OSError) and reason.strerror:
@@ -123,6 +145,12 @@ def event_text(event: Event) -> str:
         case SlowRank():
             lost = f"{event.seconds:.3g} s a step in {event.phase}"
             return f"step {event.step}, rank {event.rank} on {event.host} is slow: it loses {lost}"
+        case HardwareSuspected():
+            return f"step {event.step}, hardware is suspected: {_suspects_text(event)}"
+        case UpdateSkipped():
+            return skipped_text(event)
+        case RolledBack():
+            return rolled_back_text(event)
         case EvalDone():
             return f"step {event.step}, evaluation loss {event.loss:.4f}"
         case CheckpointSaved():
@@ -133,3 +161,16 @@ def event_text(event: Event) -> str:
             return f"ended after step {event.step}: {event.how}"
         case _:
             return NAMES[type(event)]
+
+
+def _suspects_text(event: HardwareSuspected) -> str:
+    """Ranks with their machines and devices."""
+    named = []
+    for rank, host, device in zip(event.ranks, event.hosts, event.devices, strict=True):
+        named.append(f"rank {rank} on {host}, {device}")
+    text = "; ".join(named[:_MOST_NAMED])
+    if len(named) > _MOST_NAMED:
+        text += f"; and {len(named) - _MOST_NAMED} more"
+    if not event.is_certain:
+        text += "; which of them is wrong can't be told"
+    return f"{text} ({event.what})"

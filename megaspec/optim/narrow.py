@@ -26,7 +26,8 @@ from megaspec_kernels.registry import REGISTRY, AdamWKernel
 
 
 class Decoded(Mapping[str, Tensor]):
-    """Tensors that are decoded when they are asked for: what is written into one is lost, see MasterOptimizer.put."""
+    """Tensors that are decoded when they are asked for: what is written into one may be lost, see
+    MasterOptimizer.put."""
 
     def __init__(self, names: Mapping[str, Tensor], read: Callable[[str], Tensor]):
         self._names = names
@@ -103,7 +104,7 @@ class NarrowAdamW(MasterOptimizer):
         return Moments(values, form, torch.ones_like(largest), largest)
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
-        """Decoded: any other formats and shares can take it."""
+        """Decoded, so that any other formats and shares can take it; what is kept in at least fp32 is itself."""
         return {kind: Decoded(self.weights, lambda name, kind=kind: self._read(kind, name)) for kind in self._moments}
 
     def _read(self, kind: str, name: str) -> Tensor:
@@ -112,6 +113,9 @@ class NarrowAdamW(MasterOptimizer):
         wide = self._wide(name)
         if number is None:
             return torch.zeros_like(self.weights[name], dtype=wide)
+        if moment.form is None:
+            # as it is kept: neither a save nor a check of memory makes a copy
+            return moment.values[number]
         if kind == "exp_avg":
             return decoded(moment.values[number], moment.scale[number], wide)
         return decoded_square(moment.values[number], moment.form, moment.scale[number], wide)

@@ -71,7 +71,7 @@ from megaspec.runtime.pace import Pace
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position
 from megaspec.runtime.profile import StepProfiler
-from megaspec.runtime.roll_back import RollBack, before, open_before
+from megaspec.runtime.roll_back import RollBack, only_before, open_before
 from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over, weight_pieces_of
 from megaspec.runtime.step import PHASES, StepResult, train_step
@@ -568,7 +568,7 @@ class Run:
     def _bring_home_before(self, window: Window) -> list[str]:
         """Rank 0: moves home what was saved in another place before a window. -> what there is to tell of it."""
         try:
-            return self._bring_home(before(window, partial(objections, run=self.built.spec)))
+            return self._bring_home(only_before(window, partial(objections, run=self.built.spec)))
         except WriteError as error:
             # there is no room for it: the run goes back as far as its own folder says
             return [str(error)]

@@ -25,7 +25,7 @@ class RollBack(Exception):
     """That ends the run where nothing is left to go back to."""
 
 
-def before(window: Window, inspect: Inspect) -> Inspect:
+def only_before(window: Window, inspect: Inspect) -> Inspect:
     """What a run that goes back before a window has against a checkpoint."""
 
     def is_before(manifest: Manifest) -> list[str]:
@@ -41,7 +41,7 @@ def open_before(store: Store, comm: Comm, back: RollBack, *, inspect: Inspect) -
     from data that is left out. Raises NonFiniteError where there is none."""
     window = back.verdict.window
     try:
-        reader = store.newest_good(comm, inspect=before(window, inspect))
+        reader = store.newest_good(comm, inspect=only_before(window, inspect))
     except CheckpointError as error:
         raise nothing_before(back, window, error.problems) from error
     if reader is None:

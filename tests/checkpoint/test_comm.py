@@ -4,11 +4,12 @@ import json
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from megaspec.checkpoint.comm import DistComm, on_first, together
 from megaspec.checkpoint.store import Store
-from megaspec.core.errors import CheckpointError, MegaspecError, WriteError
+from megaspec.core.errors import CheckpointError, MegaspecError, MemoryRunOut, WriteError
 from tests.checkpoint.checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, save
 
 
@@ -74,3 +75,13 @@ def test_two_gloo_ranks(tmp_path) -> None:
     with Store(tmp_path).newest_good(SOLO) as reader:
         assert_holds(reader, 1)
         assert len(reader.manifest.files) == 2
+
+
+def test_an_error_keeps_the_exit_code_that_schedulers_read() -> None:
+    """More memory than there is ends a run with 64: with 70 a supervisor would try it again."""
+
+    def take() -> None:
+        raise MemoryRunOut("more than there is")
+
+    with pytest.raises(MemoryRunOut, match="more than there is"):
+        together(SOLO, take)

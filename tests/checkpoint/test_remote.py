@@ -1,6 +1,7 @@
 """Copies in an object store that fails now and then: whole or not there, verified by our checksums, no secret told."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,10 +65,10 @@ def test_there_and_back(store, tmp_path) -> None:
     remote = remote_of(store)
     remote.check()
     assert remote.steps() == []
-    assert remote.upload(path, 1) > 0
+    assert remote.upload(path, 1, run_dir=tmp_path / "run") > 0
     # the same again costs nothing
     n_requests = len(store.requests)
-    assert remote.upload(path, 1) == 0
+    assert remote.upload(path, 1, run_dir=tmp_path / "run") == 0
     assert len(store.requests) - n_requests <= 2
     assert remote.steps() == [1]
     assert_copied(store, tmp_path)
@@ -86,7 +87,7 @@ def test_files_of_several_parts(store, tmp_path, monkeypatch) -> None:
     run = Store(tmp_path / "run")
     tensor = torch.arange(3_200_000, dtype=torch.float32)
     path = run.save(1, [SavedPiece("x", tuple(tensor.shape), (0,), tensor)], spec={}, state={}, comm=SOLO)
-    remote_of(store).upload(path, 1)
+    remote_of(store).upload(path, 1, run_dir=tmp_path / "run")
     parts = [one for one in store.requests if one[0] == "PUT" and "partNumber" in one[1]]
     assert len(parts) == 3
     remote_of(store).download(tmp_path / "back", 1)
@@ -97,7 +98,7 @@ def test_files_of_several_parts(store, tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize("fault", [503, "cut"])
 def test_every_third_request_fails(store, tmp_path, fault) -> None:
     store.fault = lambda number, method, path: fault if number % 3 == 0 else None
-    remote_of(store).upload(saved(tmp_path / "run"), 1)
+    remote_of(store).upload(saved(tmp_path / "run"), 1, run_dir=tmp_path / "run")
     assert store.faults > 3
     assert_copied(store, tmp_path)
 
@@ -112,7 +113,7 @@ def test_a_bit_that_flips_on_the_way_is_found_and_sent_again(store, tmp_path) ->
         return None
 
     store.fault = once
-    remote_of(store).upload(saved(tmp_path / "run"), 1)
+    remote_of(store).upload(saved(tmp_path / "run"), 1, run_dir=tmp_path / "run")
     assert len(flips) == 1
     puts = [path for method, path in store.requests if method == "PUT" and "safetensors" in path]
     assert len(puts) == 2
@@ -122,7 +123,7 @@ def test_a_bit_that_flips_on_the_way_is_found_and_sent_again(store, tmp_path) ->
 def test_a_store_that_always_damages_publishes_nothing(store, tmp_path) -> None:
     store.fault = lambda number, method, path: "flip" if method == "PUT" and "safetensors" in path else None
     with pytest.raises(WriteError, match=r"rank-00000\.safetensors: chunk 0 came back with other bytes") as raised:
-        remote_of(store).upload(saved(tmp_path / "run"), 1)
+        remote_of(store).upload(saved(tmp_path / "run"), 1, run_dir=tmp_path / "run")
     assert raised.value.exit_code == 73
     store.fault = lambda number, method, path: None
     assert remote_of(store).steps() == []
@@ -138,7 +139,7 @@ def test_tries_are_bounded(store, tmp_path) -> None:
 def test_a_copy_that_was_damaged_there_is_not_taken(store, tmp_path) -> None:
     remote = remote_of(store)
     for step in (1, 2):
-        remote.upload(saved(tmp_path / "run", step), step)
+        remote.upload(saved(tmp_path / "run", step), step, run_dir=tmp_path / "run")
     name = f"{remote.root}/checkpoints/step-00000002/rank-00000.safetensors"
     data = bytearray(remote.fs.cat_file(name))
     data[-1] ^= 1
@@ -197,8 +198,11 @@ def test_the_copier_tells_a_failure_and_goes_on(store, tmp_path, capfd) -> None:
     (tmp_path / "copies" / "checkpoints").unlink()
     # the second is under way, so that the third waits, until the fourth comes
     paths = {step: saved(tmp_path / "run", step) for step in (2, 3, 4)}
+    # however long this process is kept from its core
+    os.kill(copier._process.pid, signal.SIGSTOP)
     for step, path in paths.items():
         copier.copy(path, step)
+    os.kill(copier._process.pid, signal.SIGCONT)
     copier.drop(2)
     copier.finish()
     assert "step 3 is not copied" in capfd.readouterr().err
@@ -214,3 +218,83 @@ def test_a_copier_that_is_killed_begins_anew(tmp_path) -> None:
     copier.finish()
     copier.close()
     assert Remote(f"file://{tmp_path}/copies").steps() == [1]
+
+
+class Slow(Copier):
+    """Whose store takes a while, and which tells what was there whenever something came or went."""
+
+    def __init__(self, folder: Path):
+        super().__init__(f"file://{folder}/copies", folder / "run", wait_seconds=0.01)
+        self.history: list[list[int]] = []
+        self._remote = Remote(f"file://{folder}/copies")
+
+    def _done(self, answer: dict) -> None:
+        self.history.append(self._remote.steps())
+        super()._done(answer)
+
+
+def test_nothing_is_deleted_before_the_newer_one_is_there(tmp_path) -> None:
+    copier = Slow(tmp_path)
+    copier.copy(saved(tmp_path / "run", 1), 1)
+    copier.finish()
+    # with checkpoint.keep=1 the earlier one is deleted before the newer is copied
+    path = saved(tmp_path / "run", 2)
+    copier.drop(1)
+    copier.copy(path, 2)
+    copier.finish()
+    copier.close()
+    assert copier.history == [[1], [1, 2], [2]]
+
+
+def test_nothing_is_deleted_while_no_copy_arrives(tmp_path, capfd) -> None:
+    copier = Copier(f"file://{tmp_path}/copies", tmp_path / "run", wait_seconds=0.01)
+    copier.copy(saved(tmp_path / "run", 1), 1)
+    copier.finish()
+    path = saved(tmp_path / "run", 2)
+    copies = tmp_path / "copies" / "checkpoints"
+    (copies / "step-00000002").write_text("a file is in the way")
+    copier.drop(1)
+    copier.copy(path, 2)
+    with pytest.raises(WriteError, match="Not a directory"):
+        copier.finish()
+    assert Remote(f"file://{tmp_path}/copies").steps() == [1]
+    (copies / "step-00000002").unlink()
+    copier.copy(saved(tmp_path / "run", 3), 3)
+    copier.finish()
+    copier.close()
+    assert Remote(f"file://{tmp_path}/copies").steps() == [3]
+
+
+def test_a_newest_copy_that_has_to_go_gives_way_to_another(tmp_path) -> None:
+    """The run went back: what it goes on from is copied first."""
+    copier = Slow(tmp_path)
+    first = saved(tmp_path / "run", 1)
+    copier.copy(saved(tmp_path / "run", 2), 2)
+    copier.finish()
+    copier.drop(2)
+    copier.finish()
+    copier.copy(first, 1)
+    copier.finish()
+    copier.close()
+    assert copier.history == [[2], [1, 2], [1]]
+
+
+def test_a_damaged_checkpoint_that_is_not_copied_is_no_success(tmp_path, capfd) -> None:
+    copier = Copier(f"file://{tmp_path}/copies", tmp_path / "run", wait_seconds=0.01)
+    path = saved(tmp_path / "run", 1)
+    (path / "manifest.json").write_bytes(b"{")
+    copier.copy(path, 1)
+    with pytest.raises(WriteError, match="manifest"):
+        copier.finish()
+    copier.close()
+
+
+def test_what_was_saved_elsewhere_is_copied_with_the_files_of_its_run(tmp_path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "spec.json").write_text("{}")
+    copier = Copier(f"file://{tmp_path}/copies", run, wait_seconds=0.01)
+    copier.copy(saved(tmp_path / "other" / "run-1234", 1), 1)
+    copier.finish()
+    copier.close()
+    assert (tmp_path / "copies" / "spec.json").read_text() == "{}"

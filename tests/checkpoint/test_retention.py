@@ -33,6 +33,14 @@ def test_what_stays_beside_the_newest(rule, kept) -> None:
     assert kept_beside_newest(range(1, 8), CheckpointSpec(**rule), LOSSES) - {7} == kept
 
 
+def test_what_may_be_the_best_stays_where_nothing_tells_its_loss() -> None:
+    """metrics.jsonl was lost, or its line: a full disk, a kill. Saves of other steps were asked for by a stop."""
+    spec = CheckpointSpec(every=2, keep_best=1)
+    assert kept_beside_newest(range(1, 8), spec, {4: 3.0, 6: 2.0}) == {2, 6}
+    assert kept_beside_newest(range(1, 8), spec, {2: float("nan"), 4: 3.0, 6: 2.0}) == {6}
+    assert kept_beside_newest(range(1, 8), CheckpointSpec(every=2), {}) == set()
+
+
 def test_the_store_keeps_newest_every_and_best(tmp_path) -> None:
     spec = CheckpointSpec(keep=1, keep_every=4, keep_best=1)
     store = Store(tmp_path, chunk_bytes=CHUNK)

@@ -17,9 +17,11 @@ from megaspec.checkpoint.fallback import adopt, fallback_folder
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.saver import AsyncSaver, BlockingSaver, Saved, Saver, Tries
 from megaspec.checkpoint.shard import SavedPiece
+from megaspec.checkpoint.shared_buffer import SharedBuffer
+from megaspec.checkpoint.spec import CheckpointSpec
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
-from megaspec.core.errors import RunLockedError, WriteError
+from megaspec.core.errors import MemoryRunOut, RunLockedError, WriteError
 from tests.checkpoint.checkpoint_cases import (
     CHUNK,
     SOLO,
@@ -218,25 +220,16 @@ def test_a_run_folder_without_room_has_another_place(tmp_path, monkeypatch, capf
     assert f"trying again in {there.parent}" in capfd.readouterr().err
     how.close()
     # the next start moves it home
-    adopted = adopt(run, str(elsewhere))
+    adopted = adopt(run, CheckpointSpec(fallback_dir=str(elsewhere)))
     assert adopted.step == 2
     assert adopted.lines == (f"step 2 was saved in {there.parent}, and is in {run / 'checkpoints'} now",)
     assert not there.exists()
     with Store(run).newest_good(SOLO) as reader:
         assert_holds(reader, 2, 0)
     assert sorted(os.listdir(run / "checkpoints")) == ["step-00000001", "step-00000002"]
-    assert adopt(run, str(elsewhere)).lines == ()
-
-
-def test_what_was_saved_elsewhere_and_is_not_there_is_told(tmp_path) -> None:
-    run = tmp_path / "run"
-    how = BlockingSaver(tries_in(run), SOLO)
-    save(how, 1)
-    (run / "checkpoints" / "saved-elsewhere.txt").write_text("/nowhere/checkpoints/step-00000002\n")
-    assert adopt(run, None).lines == (
-        "/nowhere/checkpoints/step-00000002 is not there, in which a checkpoint was saved that this folder had not "
-        "taken",
-    )
+    assert adopt(run, CheckpointSpec(fallback_dir=str(elsewhere))).lines == ()
+    # nothing is left of the run there
+    assert os.listdir(elsewhere) == []
 
 
 def test_a_run_that_another_job_took_over_publishes_nothing(tmp_path) -> None:
@@ -306,3 +299,17 @@ def test_pieces_without_elements_and_ranks_without_pieces(tmp_path) -> None:
     with Store(tmp_path).open(1, SOLO) as reader:
         assert reader.read("none").shape == (0, 3)
         assert reader.read("one") == 1
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.ENOMEM, MemoryRunOut), (errno.EFBIG, WriteError)])
+def test_memory_that_there_is_not_is_told_and_nothing_stays_open(monkeypatch, number, error) -> None:
+    """A limit on files may be raised, and ends a run with 73; where there is no memory another start meets that too."""
+
+    def refuse(fd: int, n_bytes: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    before = psutil.Process().num_fds()
+    with pytest.raises(error, match=r"checkpoint.saving=async: this machine does not give 1.0 GiB of memory"):
+        SharedBuffer(1 << 30, device=CPU)
+    assert psutil.Process().num_fds() == before

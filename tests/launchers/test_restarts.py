@@ -8,6 +8,11 @@ from megaspec_launchers.restarts import Ended, decide
 LIMITS = RestartsSpec(most=5, window_hours=1.0, without_progress=3, first_wait_seconds=2.0, longest_wait_seconds=60.0)
 
 
+def changed(*, saved):
+    """An attempt that the supervisor ended since devices went or came back."""
+    return Ended(at=0.0, code=75, has_saved=saved, is_planned=True)
+
+
 def failures(*codes, saved=True, every=10.0):
     """Attempts that end so, one after the other."""
     return [Ended(at=every * number, code=code, has_saved=saved) for number, code in enumerate(codes)]
@@ -72,7 +77,24 @@ def test_waits_double_up_to_the_longest_and_vary_by_a_half():
 
 
 def test_restarts_that_devices_cause_are_not_counted():
-    planned = [Ended(at=float(n), code=75, has_saved=False, is_planned=True) for n in range(20)]
+    planned = [changed(saved=True) for _ in range(20)]
     verdict = decide(planned, LIMITS, spread=0.5)
     assert (verdict.again, verdict.wait_seconds) == (True, 0.0)
     assert decide([*planned, *failures(74, 74, saved=False)], LIMITS, spread=0.5).again
+
+
+def test_a_device_that_comes_and_goes_while_ranks_start_does_not_start_them_for_ever():
+    waits = [decide([changed(saved=False)] * n, LIMITS, spread=0.5).wait_seconds for n in range(1, 8)]
+    assert waits == [0.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+    # what was saved meanwhile, or another end, begins the count anew
+    for between in (changed(saved=True), *failures(74)):
+        ends = [changed(saved=False)] * 5 + [between, changed(saved=False)]
+        assert decide(ends, LIMITS, spread=0.5).wait_seconds == 0.0
+
+
+def test_what_an_attempt_saved_that_devices_ended_is_progress():
+    ends = [*failures(74, 74, saved=False), changed(saved=True), *failures(74, saved=False)]
+    assert decide(ends, LIMITS, spread=0.5).wait_seconds == 4.0
+    # one that saved nothing is neither a failure nor progress
+    ends = [*failures(74, 74, saved=False), changed(saved=False), *failures(74, saved=False)]
+    assert not decide(ends, LIMITS, spread=0.5).again

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megaspec.log.events import CheckpointSaved, EvalDone, RunEnded, RunStarted, Sampled
-from megaspec.log.jsonl import JsonlSink, read_metrics
+from megaspec.log.jsonl import JsonlSink, ended_at, losses_by_step, read_metrics
 from tests.log.events_for_tests import rolled_back, step_done
 
 ROOT = Path(__file__).parents[2]
@@ -209,3 +209,31 @@ def test_where_a_run_goes_back_later_lines_are_taken_away(tmp_path, monkeypatch)
         ("rollback", 4),
         ("step", 5),
     ]
+
+
+def test_an_end_is_known_by_its_being_the_last_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert ended_at(path) is None
+    sink = JsonlSink(path, step=0)
+    assert ended_at(path) is None
+    sink(RunEnded(step=1, how="done"))
+    assert ended_at(path) == read_metrics(path)[-1]["time"]
+    # another start, whose rank was killed
+    sink(RunStarted(step=1, steps=2))
+    assert ended_at(path) is None
+    sink.close()
+    path.write_bytes(b'{"event": "end", "time": ')
+    assert ended_at(path) is None
+
+
+def test_losses_of_evaluations_that_are_not_finite_are_known_too(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, step=0)
+    for step, loss in ((2, 1.5), (4, math.nan), (6, math.inf)):
+        sink(EvalDone(step=step, loss=loss, sets={"web": loss}, tokens={"web": 9}, seconds=0.1))
+    sink.close()
+    for name in ("mean", "web"):
+        found = losses_by_step(path, name)
+        assert (found[2], found[6]) == (1.5, math.inf)
+        assert math.isnan(found[4])
+    assert losses_by_step(path, "other") == {}

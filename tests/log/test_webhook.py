@@ -12,9 +12,9 @@ import pytest
 
 from megaspec.core.errors import RecipeError
 from megaspec.log.background import BackgroundSink
-from megaspec.log.events import AlertRaised, RunEnded, SlowRank
+from megaspec.log.events import AlertRaised, HardwareSuspected, RolledBack, RunEnded, SlowRank
 from megaspec.log.spec import WebhookSpec
-from megaspec.log.webhook import TRIES, WebhookSink, address_of
+from megaspec.log.webhook import TRIES, WebhookSink, address_of, tell_end
 from tests.log.events_for_tests import step_done
 
 CANARY = "T0KEN-that-nobody-may-see"
@@ -71,6 +71,43 @@ def test_what_is_sent_is_what_is_documented(tmp_path):
         "step": 40,
     }.items() <= alert.items()
     assert (end["event"], end["how"], end["text"]) == ("end", "done", "megaspec mine: ended after step 50: done")
+
+
+def test_who_is_suspected_and_what_a_run_goes_back_for_is_said_unasked(tmp_path):
+    """Who is on call reads one line: it names the machine."""
+    suspected = HardwareSuspected(
+        step=7, what="replicas", ranks=[1, 3], hosts=["node1", "node2"], devices=["cuda:1", "cuda:0"],
+        tensors=["a", "b"], is_certain=False, agreed_step=5,
+    )  # fmt: skip
+    back = RolledBack(
+        step=8, from_step=11, first_left_out=9, last_left_out=11, first_sample=32, samples=12, kind="nonfinite",
+        loss=float("nan"), grad_norm=1.0, where="loss of rank 1 of 2", rollbacks=1, allowed=2,
+    )  # fmt: skip
+    with server([200]) as (address, got):
+        sink = sink_to(address, tmp_path)
+        sink(suspected)
+        sink(back)
+    texts = [one["body"]["text"].removeprefix("megaspec mine: ") for one in got]
+    assert texts[0] == (
+        "step 7, hardware is suspected: rank 1 on node1, cuda:1; rank 3 on node2, cuda:0; which of them is wrong "
+        "can't be told (replicas)"
+    )
+    assert "back to step 8, rollback 1 of 2" in texts[1]
+
+
+def test_an_end_that_rank_0_could_not_tell(tmp_path):
+    event = RunEnded(step=7, how="exit code 74")
+    with server([200]) as (address, got):
+        assert tell_end(WebhookSpec(), tmp_path, name="mine", address=address, event=event) == ""
+    assert [one["body"]["text"] for one in got] == ["megaspec mine: ended after step 7: exit code 74"]
+    with server([404]) as (address, _):
+        why = tell_end(WebhookSpec(), tmp_path, name="mine", address=address, event=event)
+    assert "it answered 404" in why
+    with server([200], seconds=2.0) as (address, _):
+        began = time.monotonic()
+        why = tell_end(WebhookSpec(timeout_seconds=0.3), tmp_path, name="mine", address=address, event=event)
+        assert time.monotonic() - began < 1.5
+    assert "did not end in time" in why
 
 
 def test_an_alert_that_is_for_the_log_alone_is_not_sent(tmp_path):

@@ -138,3 +138,50 @@ def test_what_learned_from_the_window_goes_into_quarantine(tmp_path, pool):
     assert (event["step"], event["first_left_out"]) == (4, 7)
     reason = (tmp_path / "checkpoints" / "quarantine" / "step-00000008-1.txt").read_text()
     assert "it has learned from the data of steps 7 to 10, which is left out now" in reason
+    # who fetches a copy goes on from none that has learned from it
+    behind = result["copies"][result["copies"].index(("drop", 8)) :]
+    assert behind[:3] == [("drop", 8), ("copy", 4), ("copy", 8)]
+
+
+def test_what_learned_from_the_window_and_was_saved_elsewhere_does_not_come_back(tmp_path, pool):
+    """The disk was full when step 8 was saved. The run goes back to step 4, is stopped behind step 5, and goes on."""
+    numbers = {"rollbacks": 1, "before": 3}
+    checkpoint = {"every": 4, "keep": "all", "fallback_dir": str(tmp_path / "other")}
+    content = {"train.steps": 16, "model.dropout": 0.1, "train.numbers": numbers}
+    made = spec({**content, "checkpoint": checkpoint})
+    result = told(pool, made, tmp_path / "run", 1, on=0, what="loss:", steps=[10], full=[8], stop_after=11)
+    assert result["end"].startswith("Preempted: stopped after step 5"), result
+    (there,) = (tmp_path / "other").iterdir()
+    reason = (there / "checkpoints" / "quarantine" / "step-00000008-1.txt").read_text()
+    assert reason == "the run went back to step 4\n"
+    assert ("drop", 8) in result["copies"]
+    result = told(pool, made, tmp_path / "run", 1, on=0, what="loss:", steps=[])
+    assert result["end"] == ""
+    ahead = spec({**content, "checkpoint.every": 4, "train.skip_steps": [{"first": 7, "last": 10}]})
+    told(pool, ahead, tmp_path / "told", 1, on=0, what="loss:", steps=[])
+    assert lives.read_all(tmp_path / "run")[16][0] == lives.read_all(tmp_path / "told")[16][0]
+
+
+def test_a_run_goes_back_to_what_was_saved_elsewhere(tmp_path, pool):
+    checkpoint = {"every": 4, "keep": "all", "fallback_dir": str(tmp_path / "other")}
+    made = spec({"train.steps": 16, "checkpoint": checkpoint, "train.numbers": {"rollbacks": 1}})
+    result = told(pool, made, tmp_path / "run", 1, on=0, what="loss:", steps=[10], full=[8])
+    assert result["end"] == ""
+    (event,) = lines_of(tmp_path / "run", "rollback")
+    assert (event["step"], event["first_left_out"]) == (8, 10)
+    # right after it went back the disk was still full; the next start takes what was saved there, and not that before
+    result = told(pool, made, tmp_path / "run", 1, on=0, what="loss:", steps=[])
+    saved = lives.read_all(tmp_path / "run")
+    assert list(saved) == [4, 8, 12, 16]
+    assert saved[8][1]["numbers"]["windows"] == [[10, 10]]
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_no_more_is_kept_elsewhere_than_at_home(tmp_path, pool):
+    checkpoint = {"every": 2, "keep": 2, "keep_every": 8, "fallback_dir": str(tmp_path / "other")}
+    made = spec({"train.steps": 16, "checkpoint": checkpoint})
+    result = told(pool, made, tmp_path / "run", 1, on=0, what="loss:", steps=[], full=list(range(3, 17)))
+    assert result["end"] == ""
+    (there,) = (tmp_path / "other").iterdir()
+    names = sorted(path.name for path in (there / "checkpoints").iterdir())
+    assert names == ["step-00000008", "step-00000014", "step-00000016"]

@@ -7,6 +7,8 @@ from megaspec.checkpoint.store import Store
 from megaspec.core.errors import DataError
 from megaspec.data.facts import data_facts
 from megaspec.runtime.data_place import PLACE
+from megaspec.runtime.loop import Run
+from megaspec.train.batch_schedule import BatchSchedule
 from tests.data.helpers import write_texts
 from tests.runtime import lives
 from tests.runtime.specs import spec
@@ -52,3 +54,18 @@ def test_files_that_changed_are_told_by_the_ranks(tmp_path):
     write_texts(path, 41)
     with pytest.raises(DataError, match="so its samples would be others; put the old files back with their times"):
         lives.live(0, made.model_dump_json(), str(tmp_path / "run"))
+
+
+def test_a_fork_that_goes_back_to_where_it_began_reads_its_stream_from_the_beginning(tmp_path):
+    """It has no place in its own stream there, and must not keep the one that it had reached."""
+    write_texts(tmp_path / "a.jsonl", 40)
+    made = stream_run(tmp_path)
+    lives.live(0, made.model_dump_json(), str(tmp_path / "run"))
+    run = Run(lives.build_here(made, 0), tmp_path / "run", Store(tmp_path / "run"), SoloComm())
+    run.start()
+    assert run.place is not None
+    run.schedule = BatchSchedule(made.train, moved=-run.schedule.consumed(STEPS))
+    with Store(tmp_path / "run").newest_good(SoloComm(), repair=False) as reader:
+        run._load(reader)
+    run.saver.close()
+    assert run.place is None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megaspec.checkpoint import publish
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
 from megaspec.core.errors import MegaspecError
@@ -26,14 +27,17 @@ from tests.runtime.lives import _AddToValue, build_here, comm_of
 
 def live_through(rank: int, text: str, folder: str, fault: dict[str, Any]) -> dict[str, Any]:
     """A life of a run in whose steps `fault["steps"]` rank `fault["on"]` adds `value` to its loss, the first time that
-    it comes to them. `stop_after`: a stop is asked for in that step, counted from here. -> how it ended"""
+    it comes to them. `stop_after`: a stop is asked for in that step, counted from here. `full`: behind these steps the
+    run's folder takes no checkpoint. -> how it ended, and what its copier was asked for"""
     made = Spec.model_validate_json(text)
     runtime.seed_generators(made.train.seed)
     run = Run(build_here(made, rank), Path(folder), Store(folder), comm_of(made, rank))
     run.start()
+    copier = Noted()
     if rank == 0:
         Path(folder).mkdir(exist_ok=True)
         run.emit = JsonlSink(Path(folder) / METRICS, step=run.step)
+        run.copier = copier
     left = set(fault["steps"]) if rank == fault["on"] else set()
     added = add_to_loss(run.built)
     value = fault.get("value", float("nan"))
@@ -50,8 +54,37 @@ def live_through(rank: int, text: str, folder: str, fault: dict[str, Any]) -> di
         if taken == fault.get("stop_after"):
             stop._note(signal.SIGTERM, None)
 
+    free_bytes = publish.free_bytes
+
+    def free_in(path: Path) -> int:
+        is_full = run.step in fault.get("full", ()) and path.is_relative_to(folder)
+        return 0 if is_full else free_bytes(path)
+
+    publish.free_bytes = free_in
     faults.arm("step", each_step)
-    return how_it_ended(run)
+    try:
+        return {**how_it_ended(run), "copies": copier.calls}
+    finally:
+        publish.free_bytes = free_bytes
+
+
+class Noted:
+    """In place of a copier: keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def copy(self, path: Path, step: int) -> None:
+        self.calls.append(("copy", step))
+
+    def drop(self, step: int) -> None:
+        self.calls.append(("drop", step))
+
+    def poll(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def how_it_ended(run: Run) -> dict[str, Any]:
