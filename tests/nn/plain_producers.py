@@ -53,27 +53,28 @@ def norm_forward(
     return total, normed(summed, weight, bias, code).clone(), x.new_empty(0)
 
 
-def written(x: Tensor, known: Known) -> Written:
+def written(x: Tensor, known: Known, *, columns: bool = True) -> Written:
     scale = known.scale.clone().view(1, 1)
-    rows, columns = fp8_cast.cast(
+    rows, by_columns = fp8_cast.cast(
         x.flatten(0, -2),
         scale,
         block=(None, None),
         dtype=known.dtype,
-        columns=True,
+        columns=columns,
         seen=known.seen,
         saturated=known.saturated,
     )
-    return Written(rows, columns, scale)
+    if by_columns is None:
+        by_columns = rows.new_empty(0)
+    return Written(rows, by_columns, scale)
 
 
-def norm_in_fp8(*inputs: Any, known: Known) -> NormInFp8:
+def norm_in_fp8(*inputs: Any, known: Known, columns: bool) -> NormInFp8:
     calls["norm"] += 1
     total, y, statistics = norm_forward(*inputs)
-    return NormInFp8(total, written(y, known), statistics)
+    return NormInFp8(total, written(y, known, columns=columns), statistics)
 
 
-@torch.enable_grad()
 def norm_gradients(
     grad: Tensor,
     grad_stream: Tensor | None,
@@ -85,12 +86,28 @@ def norm_gradients(
     has_term: bool,
     needs: tuple[bool, bool],
 ) -> NormGradients:
-    leaf = x.detach().requires_grad_()
-    vector = weight.detach().requires_grad_()
-    grad_x, grad_weight = torch.autograd.grad(normed(leaf, vector, None, code), (leaf, vector), grad)
+    # the compiler traces no autograd within autograd
+    of_norm = norm_gradients_by_equation if torch.compiler.is_compiling() else norm_gradients_by_autograd
+    grad_x, grad_weight = of_norm(grad, x, weight, code)
     if grad_stream is not None:
         grad_x = grad_x + grad_stream
     return NormGradients(grad_x, decoded(code).scale * grad_x, grad_weight if needs[0] else None, None)
+
+
+@torch.enable_grad()
+def norm_gradients_by_autograd(grad: Tensor, x: Tensor, weight: Tensor, code: str) -> tuple[Tensor, Tensor]:
+    leaf = x.detach().requires_grad_()
+    vector = weight.detach().requires_grad_()
+    return torch.autograd.grad(normed(leaf, vector, None, code), (leaf, vector), grad)
+
+
+def norm_gradients_by_equation(grad: Tensor, x: Tensor, weight: Tensor, code: str) -> tuple[Tensor, Tensor]:
+    form = decoded(code)
+    assert (form.kind, form.gain) == ("rms", "scale"), code
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + form.eps)
+    of_normed = grad * weight
+    along = (of_normed * x * rstd).mean(-1, keepdim=True)
+    return rstd * (of_normed - x * rstd * along), (grad * x * rstd).flatten(0, -2).sum(0)
 
 
 def gate_of(code: str) -> GatedForm:
