@@ -234,7 +234,7 @@ def test_what_a_search_would_start_from_is_told_where_it_is_out_of_bounds():
 
 def test_transformer_engine_quantises_itself():
     delayed = compose("hello", DELAYED).recipe.precision
-    assert may_write_fp8(delayed, recomputed=frozenset(), linear="te", tp=1) == set()
+    assert may_write_fp8(delayed, recomputed=frozenset(), linear="te") == set()
 
 
 @pytest.mark.parametrize(
