@@ -471,7 +471,7 @@ def weights_bytes(recipe: Recipe, work: AttentionWork) -> float:
 def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
     """Of turning the factors of products into fp8, in both layouts: of the input [m, k] in the forward pass and of the
     output's gradient [m, n] in the backward pass. What makes a factor and writes it in fp8 itself writes a byte in each
-    layout in place of two. Of a factor that ranks gather in fp8 each casts its own rows, and the backward pass makes the
+    layout in place of two. Of a factor that ranks gather in fp8 each casts its own rows, and the backward pass makes
     columns for the weight gradient. And of turning factors back, where products are computed in fp32."""
     forward = 0.0
     backward = 0.0

@@ -4,8 +4,8 @@
 A scale is known before the elements only where it is delayed, and not in the first step; then they make the matrix as
 usual, within the same operation, and have the layer quantise it.
 
-Note "Gradients that are none". Nobody has a gradient for what is written in fp8. Autograd would make one all the same, a
-matrix of zeros for each layout in each backward pass (also of outputs that are marked as not differentiable), so the
+Note "Gradients that are none". Nobody has a gradient for what is written in fp8. Autograd would make one all the same,
+a matrix of zeros for each layout in each backward pass (also of outputs that are marked as not differentiable), so the
 operations here ask for None in its place.
 """
 

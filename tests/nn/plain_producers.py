@@ -3,11 +3,12 @@ to the same numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megaspec.parallelism.fp8 import Fp8
 from megaspec_kernels.fp8_cast import reference as fp8_cast
 from megaspec_kernels.fp8_cast import reference_groups
 from megaspec_kernels.fp8_cast.formats import Known
@@ -227,8 +228,37 @@ def plain_producers() -> Iterator[dict[str, int]]:
             REGISTRY[operation]["triton"] = fast
 
 
-def train(rank: int, case: Case, empty: Empty, steps: int) -> dict[str, Any]:
-    """tasks.train with them. -> the trajectory, from rank 0, and the calls."""
-    with plain_producers() as calls:
+class Remembered(NamedTuple):
+    """What a step leaves behind for delayed scales."""
+
+    saturated: int
+    """Elements, over all ranks."""
+    largest: bytes
+    """Elements of this rank's layers in the steps so far."""
+
+
+@contextmanager
+def remembering(*, shrinks: float) -> Iterator[list[Remembered]]:
+    """In here each step tells what it remembers. `shrinks`: what is remembered is so much smaller than what was there,
+    so that elements of the next step saturate."""
+    finish = Fp8.finish_step
+    found: list[Remembered] = []
+
+    def finish_and_tell(fp8: Fp8) -> Tensor | None:
+        saturated = finish(fp8)
+        found.append(Remembered(int(saturated), fp8.largest.numpy().tobytes()))
+        fp8.largest /= shrinks
+        return saturated
+
+    Fp8.finish_step = finish_and_tell
+    try:
+        yield found
+    finally:
+        Fp8.finish_step = finish
+
+
+def train(rank: int, case: Case, empty: Empty, steps: int, *, shrinks: float = 1.0) -> dict[str, Any]:
+    """tasks.train with them. -> the trajectory, from rank 0, the calls, and what this rank remembers."""
+    with plain_producers() as calls, remembering(shrinks=shrinks) as remembered:
         trajectory = tasks.train(rank, case, empty, steps)
-        return {"trajectory": trajectory, "calls": dict(calls)}
+        return {"trajectory": trajectory, "calls": dict(calls), "remembered": remembered}

@@ -103,9 +103,7 @@ def test_compiled() -> None:
         return graph
 
     torch._dynamo.reset()
-    backend = aot_autograd(
-        fw_compiler=run_as_it_is, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
-    )
+    backend = aot_autograd(fw_compiler=run_as_it_is, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
     y = torch.compile(layer, backend=backend, fullgraph=True)(x, context)
     y.backward(torch.ones_like(y))
     (backward,) = graphs
