@@ -26,6 +26,7 @@ from megaspec.parallelism.fp8 import Fp8
 from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.spec import Spec
 from megaspec.verify.parity import TOLERANCES, Trajectory, compare, run_steps
+from megaspec.verify.trace import fake_world
 from tests.nn.plain_producers import OPERATIONS, plain_producers
 from tests.parity.cases import Case, batches_of, spec_of
 
@@ -292,8 +293,9 @@ def test_compiled_layers(calls: dict[str, int]) -> None:
 
 def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
     """Of a built model: names of linears, what arrives there in fp8, and the operation that wrote it."""
-    built = build(spec, mesh=mesh_of(spec, rank=0, device=torch.device("cpu")))
-    initialise(built)
+    with fake_world(0, spec.world_size):
+        built = build(spec, mesh=mesh_of(spec, rank=0, device=torch.device("cpu")))
+        initialise(built)
     found = set()
     for number, layer in built.model.layers.items():
         names = {}
@@ -338,6 +340,10 @@ def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
         replace(_CASE, also=(("model.layer", {"kind": "sequential", "norms": "post"}),)),
         replace(_CASE, also=(("precision.recipe", "tensorwise"),)),
         replace(_CASE, also=(("parallelism.recompute", {"kind": "selective", "parts": ["norm"]}),)),
+        replace(_CASE, tp=2),
+        replace(_CASE, tp=2, sequence=True),
+        replace(_CASE, tp=2, sequence=True, family="gpt"),
+        replace(_CASE, tp=2, sequence=True, router="softmax", n_layers=4, every=2),
     ],
     ids=str,
 )
