@@ -248,7 +248,7 @@ def remembering(*, shrinks: float) -> Iterator[list[Remembered]]:
 
     def finish_and_tell(fp8: Fp8) -> Tensor | None:
         saturated = finish(fp8)
-        found.append(Remembered(int(saturated), fp8.largest.numpy().tobytes()))
+        found.append(Remembered(int(saturated), fp8.largest.cpu().numpy().tobytes()))
         fp8.largest /= shrinks
         return saturated
 
@@ -259,8 +259,10 @@ def remembering(*, shrinks: float) -> Iterator[list[Remembered]]:
         Fp8.finish_step = finish
 
 
-def train(rank: int, case: Case, empty: Empty, steps: int, *, shrinks: float = 1.0) -> dict[str, Any]:
+def train(
+    rank: int, case: Case, empty: Empty, steps: int, *, shrinks: float = 1.0, device: str = "cpu"
+) -> dict[str, Any]:
     """tasks.train with them. -> the trajectory, from rank 0, the calls, and what this rank remembers."""
     with plain_producers() as calls, remembering(shrinks=shrinks) as remembered:
-        trajectory = tasks.train(rank, case, empty, steps)
+        trajectory = tasks.train(rank, case, empty, steps, device=device)
         return {"trajectory": trajectory, "calls": dict(calls), "remembered": remembered}

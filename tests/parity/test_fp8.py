@@ -187,10 +187,10 @@ def test_tokens_quantised_before_they_are_gathered_are_those_of_the_whole() -> N
                 assert torch.equal(weight, second.weights.values[name]), (recipe, name)
 
 
-def writing(pool: RankPool, case: Case) -> Trajectory:
+def writing(pool: RankPool, case: Case, *, device: str = "cpu") -> Trajectory:
     """With plain operations in the place of kernels that write fp8 themselves."""
     named = replace(case, also=(*case.also, *((f"kernels.{name}", "triton") for name in OPERATIONS)))
-    (first, *_) = pool.run(train_with_producers, named, empty_of(case), STEPS, ranks=case.ranks)
+    (first, *_) = pool.run(train_with_producers, named, empty_of(case), STEPS, ranks=case.ranks, device=device)
     calls = first["calls"]
     assert all(calls.values()), calls
     return trajectory_of(first["trajectory"])
