@@ -153,7 +153,8 @@ def selective(parts):
         (("model.layer={kind: flat, mixers: [attention, attention, mlp, attention]}",), ("norm", "gated", "rope")),
         (("model.layer={kind: flat, mixers: [attention, attention, attention, attention]}",), ("norm", "rope")),
         (("precision.recipe=tensorwise",), ()),
-        (("parallelism.tp=2",), ("gated", "rope")),
+        (("parallelism.tp=2",), ("norm", "gated", "rope")),
+        (("parallelism.tp=2", "parallelism.sequence_parallel=false"), ("norm", "gated", "rope")),
         # norms of heads, or a bias, stand between the product and its positions
         (("model.attention={kind: gqa, qk_norm: per_head}",), ("norm", "gated")),
         (("model.attention={kind: gqa, qkv_bias: true}",), ("norm", "gated")),
