@@ -225,7 +225,7 @@ def test_triton_writes_fp8(
 
 @pytest.mark.parametrize("form", [FORMS[1], FORMS[3]], ids=lambda form: form.code.replace(" ", "-"))
 @pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize(("M", "D"), [(1, 16), (63, 1000), (48, 2064), (32, 1024)])
+@pytest.mark.parametrize(("M", "D"), [(1, 16), (7, 1000), (16, 2064), (16, 1024)])
 def test_triton_writes_rows_of_fp8_alone(form: NormForm, adds: bool, M: int, D: int, device: torch.device) -> None:
     """The last two are read in pairs."""
     check_fp8(torch.bfloat16, form, M, D, device, adds=adds, columns=False)
