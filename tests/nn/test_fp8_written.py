@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from megaspec.estimate.trained import facts_of
 from megaspec.estimate.work import operations_writing_for_experts, writing_operations
@@ -286,6 +285,7 @@ def test_what_stands_before_positions_is_no_rotations(change: tuple[str, Any], c
 def test_compiled_layers(calls: dict[str, int]) -> None:
     """Their graphs hold what the kernels write, in one piece."""
     plain = trained(_CASE, "reference")
+    counters = torch._dynamo.utils.counters
     counters.clear()
     found = trained(replace(_CASE, compile="block"), "triton")
     assert not counters["graph_break"]
