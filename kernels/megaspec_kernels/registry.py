@@ -101,7 +101,7 @@ class NormProducer:
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     """(x, term, weight, bias, code) -> x + scale · term, normed, statistics"""
     forward_in_fp8: Callable[..., Any]
-    """(x, term, weight, bias, code, *, known) -> the same, normed in fp8"""
+    """(x, term, weight, bias, code, *, known, columns) -> the same, normed in fp8, in both layouts or in rows alone"""
     gradients: Callable[..., Any]
     """(grad, grad_stream, x, weight, statistics, code, *, has_term, needs) -> gradients by name"""
 

@@ -13,6 +13,7 @@ from megaspec.estimate.layer_run import LayerRun, context_split, layer_run
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.tables import tables_in_place
 from megaspec.estimate.trained import facts_of
+from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.nn.moe.facts import GATHERED
 from megaspec.parallelism.spec import ContextSpec
@@ -42,6 +43,10 @@ FLASH_COST = 1.83
 OWN_LENGTHS = ("cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "te")
 # Bytes that the cast to fp8 moves of a number in bf16: one kernel reads it once and writes it in both layouts.
 FP8_CAST = 4.0
+# Of what its rank alone casts before others gather it: its columns are not written, but made of the bytes of all ranks,
+# which are read and written for them.
+COLUMNS_BY_CAST = 1.0
+COLUMNS_OF_BYTES = 2.0
 # Of rows that belong to experts, by recipe: delayed, one pass as well; tensorwise, the largest element of each expert's
 # before it; rowwise, that and a cast for each layout. Other recipes have no grouped products.
 GROUP_CAST = {"delayed": 4.0, "tensorwise": 6.0, "rowwise": 10.0}
@@ -111,6 +116,10 @@ class Product:
     """What makes its input writes it in fp8."""
     gradient_is_written: bool = False
     """So does what makes its output's gradient."""
+    input_ranks: int = 1
+    """Ranks that each cast their own tokens of its input before they gather it; 1: none gather it so."""
+    gradient_ranks: int = 1
+    """The same of its output's gradient."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +179,8 @@ def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[Rec
     products: dict[str, RecomputablePart] = {}
     by_layers = writing_operations(recipe)
     by_experts = operations_writing_for_experts(recipe)
+    ranks = _ranks_that_cast(recipe)
+    by_norms: list[Product] = []
     for linear in layer.linears:
         writing = by_experts if linear.tokens == "routed" else by_layers
         if linear.in_time:
@@ -180,25 +191,42 @@ def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[Rec
                 product,
                 input_is_written=linear.input_by in writing,
                 gradient_is_written=linear.gradient_by in writing,
+                input_ranks=ranks if linear.split == "columns" else 1,
+                gradient_ranks=ranks if linear.split == "rows" else 1,
             )
             part.products.append(written)
             part.summed_bytes += _summed_bytes(recipe, written)
+            if linear.input_by == "norm":
+                by_norms.append(written)
     between = [_between_products(recipe, run, layer, moved) for moved in layer.moved]
+    for part in between:
+        if part.name == "norm":
+            part.forward_bytes -= sum(_without_columns(run, product) for product in by_norms)
     if not layer.runs_backward:
         for part in between:
             part.backward_bytes = 0.0
     return (*products.values(), *between)
 
 
+def _ranks_that_cast(recipe: Recipe) -> int:
+    """Ranks that share sequences out and cast tokens before they gather them, by a scale that rows and columns have;
+    1: none do."""
+    if not recipe.parallelism.sequence_parallel or fp8_recipe(recipe.precision) not in GRADIENTS_IN_FP8:
+        return 1
+    return recipe.parallelism.tp
+
+
+def _without_columns(run: LayerRun, product: Product) -> int:
+    """Bytes that a norm does not write which writes rows of this rank's tokens in fp8: one in place of a number in the
+    model's format, where one that writes both layouts writes two."""
+    if product.precision != "fp8" or not product.input_is_written or product.input_ranks == 1:
+        return 0
+    return product.m // product.input_ranks * product.k * (run.width - 1)
+
+
 def writing_operations(recipe: Recipe) -> frozenset[str]:
     """Operations whose kernels write fp8 themselves in a filled recipe."""
-    parallelism = recipe.parallelism
-    may = may_write_fp8(
-        recipe.precision,
-        recomputed=parallelism.recompute.alone,
-        linear=recipe.kernels.linear,
-        tp=parallelism.tp,
-    )
+    may = may_write_fp8(recipe.precision, recomputed=recipe.parallelism.recompute.alone, linear=recipe.kernels.linear)
     found = set()
     for operation in may:
         chosen = CATALOG[operation].implementations[getattr(recipe.kernels, operation)]
@@ -443,12 +471,16 @@ def weights_bytes(recipe: Recipe, work: AttentionWork) -> float:
 def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
     """Of turning the factors of products into fp8, in both layouts: of the input [m, k] in the forward pass and of the
     output's gradient [m, n] in the backward pass. What makes a factor and writes it in fp8 itself writes a byte in each
-    layout in place of two. And of turning factors back, where products are computed in fp32."""
+    layout in place of two. Of a factor that ranks gather in fp8 each casts its own rows, and the backward pass makes
+    columns for the weight gradient. And of turning factors back, where products are computed in fp32."""
     forward = 0.0
     backward = 0.0
     cast = FP8_CAST
+    columns_by_cast = COLUMNS_BY_CAST
     if recipe.precision.kind == "fp8" and recipe.kernels.fp8_cast == "reference" and recipe.kernels.linear != "te":
         cast = PLAIN_FP8_CAST[recipe.precision.recipe]
+        # turned round behind it
+        columns_by_cast = COLUMNS_OF_BYTES
     for product in products:
         if product.precision != "fp8":
             continue
@@ -456,10 +488,20 @@ def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
         by_kernels = product.groups > 0 and cast == FP8_CAST
         if by_kernels:
             of_rows = GROUP_CAST.get(recipe.precision.recipe, FP8_CAST)
+        inputs = product.m * product.k
+        gradients = product.m * product.n
+        of_input = of_rows
+        of_gradient = of_rows
+        if product.input_ranks > 1:
+            of_input = (of_rows - columns_by_cast) / product.input_ranks
+            backward += COLUMNS_OF_BYTES * inputs * product.makes_weight_gradient
+        if product.gradient_ranks > 1:
+            of_gradient = (of_rows - columns_by_cast) / product.gradient_ranks
+            backward += COLUMNS_OF_BYTES * gradients * product.makes_weight_gradient
         if not product.input_is_written:
-            forward += of_rows * product.m * product.k
+            forward += of_input * inputs
         if not product.gradient_is_written:
-            backward += of_rows * product.m * product.n
+            backward += of_gradient * gradients
         if by_kernels:
             # once a step: in the mean over micro batches
             weights = product.groups * product.n * product.k

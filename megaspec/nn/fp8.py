@@ -28,12 +28,13 @@ that compiled code does not depend on it. It returns rows [M, K], columns [K, M]
 
 an input: Linear takes an `Fp8Input` of them in x's place. Its `carrier` stands for x to autograd: of x's shape and
 format, but one number spread out (`carrier_of`); its gradient is x's. The producer's autograd.Function returns all
-four, the three in fp8 marked as not differentiable.
+four, the three in fp8 marked as not differentiable. Of tokens that ranks gather first (note "Tokens") it returns this
+rank's rows, and no columns.
 a gradient: `Linear.with_slots(x)` returns y and `Fp8Slots`. The producer's autograd.Function takes both in its forward
 pass; in its backward pass it returns None for y and rows, columns and scale as the gradients of the three slots.
 
 The layer needs no copy of either in the model's format, so it must not have a bias (its gradient sums dy) where it has
-slots. Layers that gather what they multiply (ColumnParallelLinear) take a gradient alone.
+slots.
 
 Note "Operations". Each pass of a layer is one operation that torch.compile leaves whole. What it does to the layer's
 own state (weights that are quantised once, largest elements that are remembered) is found by a ticket, as sums of
@@ -141,7 +142,7 @@ class Fp8Input(NamedTuple):
     rows: Tensor
     """[M, I]"""
     columns: Tensor
-    """[I, M]"""
+    """[I, M]; [0] where ranks gather the rows first, see note "Tokens"."""
     scale: Tensor
     """[1, 1], of both."""
 

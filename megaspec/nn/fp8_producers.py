@@ -3,6 +3,10 @@
 
 A scale is known before the elements only where it is delayed, and not in the first step; then they make the matrix as
 usual, within the same operation, and have the layer quantise it.
+
+Note "Gradients that are none". Nobody has a gradient for what is written in fp8. Autograd would make one all the same,
+a matrix of zeros for each layout in each backward pass (also of outputs that are marked as not differentiable), so the
+operations here ask for None in its place.
 """
 
 # B sequences, T tokens, D model, F width between both products; M tokens; N query heads, K key and value heads, H head
@@ -29,6 +33,8 @@ class Producer(NamedTuple):
     """Of its operation, by the name in the registry."""
     ticket: Tensor
     """Of the layer."""
+    columns: bool = True
+    """Whether it writes both layouts: not of tokens that ranks gather, which are turned round behind that."""
 
 
 @torch.library.custom_op("megaspec::norm_into_fp8", mutates_args=())
@@ -40,18 +46,22 @@ def norm_into_fp8(
     code: str,
     implementation: str,
     ticket: Tensor,
+    columns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """[..., D] -> x + scale · term, empty without a term; that, or x, normed in fp8: rows [M, D], columns [D, M] and
-    scale; statistics for the backward pass."""
+    """[..., D] -> x + scale · term, empty without a term; that, or x, normed in fp8: rows [M, D], columns [D, M], empty
+    where they are not asked for, and scale; statistics for the backward pass."""
     producer = REGISTRY["norm"][implementation].producer
     layer = layer_of(ticket)
     known = layer.known("input")
     if known is not None:
-        made = producer.forward_in_fp8(x, term, weight, bias, code, known=known)
+        made = producer.forward_in_fp8(x, term, weight, bias, code, known=known, columns=columns)
         return made.total, *made.written, made.statistics
     total, y, statistics = producer.forward(x, term, weight, bias, code)
-    pair = layer.quantise(y.flatten(0, -2), "input")
-    return total, pair.rows.values, pair.columns.values, pair.rows.scale, statistics
+    in_rows, in_columns = layer.quantise(y.flatten(0, -2), "input", columns=columns)
+    values = in_rows.values.new_empty(0)
+    if columns:
+        values = in_columns.values
+    return total, in_rows.values, values, in_rows.scale, statistics
 
 
 @norm_into_fp8.register_fake
@@ -63,43 +73,60 @@ def _(
     code: str,
     implementation: str,
     ticket: Tensor,
+    columns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     total, y, statistics = REGISTRY["norm"][implementation].producer.forward(x, term, weight, bias, code)
     D = y.shape[-1]
-    return total, *empty_pair(y, y.numel() // D, D, FORMATS["e4m3"]), statistics
+    return total, *empty_pair(y, y.numel() // D, D, FORMATS["e4m3"], columns=columns), statistics
+
+
+def _grad_or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    """Of what is handed on in fp8, of the shape of `like`; None: nobody took it."""
+    if grad is None:
+        return torch.zeros_like(like)
+    return grad
 
 
 class NormIntoFp8Op(torch.autograd.Function):
     """A norm that hands on its input. `producer`: of the norm's implementation. See fp8.Fp8Input."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, code, implementation, ticket):
-        _, rows, columns, scale, statistics = norm_into_fp8(x, None, weight, bias, code, implementation, ticket)
+    def forward(ctx, x, weight, bias, code, into):
+        # see note "Gradients that are none"
+        ctx.set_materialize_grads(False)
+        _, rows, columns, scale, statistics = norm_into_fp8(
+            x, None, weight, bias, code, into.implementation, into.ticket, into.columns
+        )
         ctx.save_for_backward(x, weight, statistics)
         ctx.code = code
-        ctx.implementation = implementation
+        ctx.implementation = into.implementation
         ctx.mark_non_differentiable(rows, columns, scale)
         return x.view_as(x), carrier_of(x, *x.shape), rows, columns, scale
 
     @staticmethod
     def backward(ctx, grad_stream, grad, *_):
         x, weight, statistics = ctx.saved_tensors
+        grad = _grad_or_zeros(grad, x)
         gradients = REGISTRY["norm"][ctx.implementation].producer.gradients
         found = gradients(
             grad, grad_stream, x, weight, statistics, ctx.code, has_term=False, needs=ctx.needs_input_grad[1:3]
         )
-        return found.x, found.weight, found.bias, None, None, None
+        return found.x, found.weight, found.bias, None, None
 
 
 class SumAndNormIntoFp8Op(torch.autograd.Function):
     """The sum before a norm, and the norm."""
 
     @staticmethod
-    def forward(ctx, x, term, weight, bias, code, implementation, ticket, is_scaled):
-        total, rows, columns, scale, statistics = norm_into_fp8(x, term, weight, bias, code, implementation, ticket)
+    def forward(ctx, x, term, weight, bias, code, into, is_scaled):
+        # see note "Gradients that are none"
+        ctx.set_materialize_grads(False)
+        total, rows, columns, scale, statistics = norm_into_fp8(
+            x, term, weight, bias, code, into.implementation, into.ticket, into.columns
+        )
         ctx.save_for_backward(total, weight, statistics)
         ctx.code = code
-        ctx.implementation = implementation
+        ctx.implementation = into.implementation
         ctx.is_scaled = is_scaled
         ctx.mark_non_differentiable(rows, columns, scale)
         return total, carrier_of(x, *x.shape), rows, columns, scale
@@ -107,19 +134,20 @@ class SumAndNormIntoFp8Op(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_stream, grad, *_):
         total, weight, statistics = ctx.saved_tensors
+        grad = _grad_or_zeros(grad, total)
         gradients = REGISTRY["norm"][ctx.implementation].producer.gradients
         found = gradients(
             grad, grad_stream, total, weight, statistics, ctx.code, has_term=True, needs=ctx.needs_input_grad[2:4]
         )
         grad_term = found.term if ctx.is_scaled else found.x
-        return found.x, grad_term, found.weight, found.bias, None, None, None, None
+        return found.x, grad_term, found.weight, found.bias, None, None, None
 
 
 def norm_of_stream(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *, form: NormForm, into: Producer
 ) -> tuple[Tensor, Fp8Input]:
     """-> the stream as it is, and normed."""
-    stream, *normed = NormIntoFp8Op.apply(x, weight, bias, form.code, into.implementation, into.ticket)
+    stream, *normed = NormIntoFp8Op.apply(x, weight, bias, form.code, into)
     return stream, Fp8Input(*normed)
 
 
@@ -127,9 +155,7 @@ def norm_of_sum(
     x: Tensor, term: Tensor, weight: Tensor | None, bias: Tensor | None, *, form: NormForm, into: Producer
 ) -> tuple[Tensor, Fp8Input]:
     """-> x + scale · term, and normed."""
-    total, *normed = SumAndNormIntoFp8Op.apply(
-        x, term, weight, bias, form.code, into.implementation, into.ticket, form.is_scaled
-    )
+    total, *normed = SumAndNormIntoFp8Op.apply(x, term, weight, bias, form.code, into, form.is_scaled)
     return total, Fp8Input(*normed)
 
 
@@ -186,6 +212,8 @@ class GatedBetweenFp8Op(torch.autograd.Function):
     def forward(
         ctx, gate_up, slot_rows, slot_columns, slot_scale, code, implementation, before, behind, gradient_format
     ):
+        # see note "Gradients that are none"
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(gate_up)
         ctx.code = code
         ctx.implementation = implementation
@@ -199,6 +227,7 @@ class GatedBetweenFp8Op(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         (gate_up,) = ctx.saved_tensors
+        grad = _grad_or_zeros(grad, gate_up.chunk(2, dim=-1)[0])
         rows, columns, scale = gated_gradient_into_fp8(
             grad, gate_up, ctx.code, ctx.implementation, ctx.before, ctx.gradient_format
         )

@@ -395,17 +395,21 @@ def _fp8_forward(
     if given is None:
         y, kept, kept_scale = fp8_forward(x, weight, fp8.ticket, fp8.recipe, weight.requires_grad, 0, 1)
     else:
-        y = fp8_forward_of(given.rows, given.scale, weight, fp8.ticket, x.dtype)
-        y = y.view(*x.shape[:-1], weight.shape[0])
-        kept = None
-        kept_scale = None
-        if weight.requires_grad:
-            kept = given.columns
-            kept_scale = given.scale
+        y, kept, kept_scale = forward_of_given(given, weight, fp8)
     ctx.save_for_backward(kept, kept_scale, weight)
     ctx.main_grad = main_grad
     ctx.fp8 = fp8
     return y if bias is None else y + bias
+
+
+def forward_of_given(given: Fp8Input, weight: Tensor, fp8: Fp8Use) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x Wᵀ, and what is kept of an input that arrives in both layouts, with its scale; of a frozen weight nothing is
+    kept."""
+    y_MO = fp8_forward_of(given.rows, given.scale, weight, fp8.ticket, given.carrier.dtype)
+    y = y_MO.view(*given.carrier.shape[:-1], weight.shape[0])
+    if not weight.requires_grad:
+        return y, None, None
+    return y, given.columns, given.scale
 
 
 class Linear(nn.Module):

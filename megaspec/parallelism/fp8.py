@@ -231,8 +231,8 @@ def _have_fp8_written(layer: Layer, recomputed: frozenset[str]) -> None:
     """Has norms and gates of a layer write fp8 for what takes it, and gates and rotations for the gradient of what they
     take.
 
-    Tensor-parallel ranks gather what comes out of a norm, so that layers whose outputs they divide quantise it
-    themselves; what lies between a layer whose outputs they divide and one whose inputs they divide is a rank's own.
+    Of tokens that tensor-parallel ranks gather behind a norm it writes rows alone: columns are what is gathered, turned
+    round. What lies between a layer whose outputs they divide and one whose inputs they divide is a rank's own.
     Layers that have a bias quantise their gradient, too. A norm that is computed apart, and a gate that is, being one
     of the parts that are `recomputed`, is no part of another operation.
     """
@@ -240,8 +240,9 @@ def _have_fp8_written(layer: Layer, recomputed: frozenset[str]) -> None:
         if not isinstance(norm, KernelNorm) or norm.is_alone or norm.kernel.producer is None:
             continue
         entry = getattr(mixer, "entry", None)
-        if _takes_written(entry, Linear):
-            norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket)
+        if _takes_written(entry, Linear, ColumnParallelLinear):
+            gathers = isinstance(entry, ColumnParallelLinear) and entry.sequence
+            norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket, columns=not gathers)
     for mixer in layer.mixers():
         if isinstance(mixer, Gated):
             _have_gate_write(mixer, recomputed)

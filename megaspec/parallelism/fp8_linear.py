@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.nn.fp8 import (
+    Fp8Input,
     Fp8Slots,
     Fp8Use,
     fp8_backward,
@@ -21,7 +22,7 @@ from megaspec.nn.fp8 import (
     has_one_scale,
     slots_of,
 )
-from megaspec.nn.linear import Fp8Factors, bias_gradient, fp8_weight_gradient_into
+from megaspec.nn.linear import Fp8Factors, bias_gradient, forward_of_given, fp8_weight_gradient_into
 from megaspec.parallelism.collectives import (
     all_reduce,
     gather_sequence,
@@ -59,17 +60,22 @@ class Fp8ColumnLinearOp(torch.autograd.Function):
 
     With sequence parallelism a rank quantises its tokens, and bytes are gathered: see nn/fp8.py, note "Tokens". A
     recipe that can't do so gathers first and quantises the whole. What is kept and gathered again is fp8 in any case.
+
+    `given`: the input, of this rank's tokens, arrives in fp8, and x stands for it.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, main_grad, fp8, group, sequence, overlap):
+    def forward(ctx, x, weight, bias, main_grad, fp8, group, sequence, overlap, given):
         ctx.main_grad = main_grad
         ctx.fp8 = fp8
         ctx.group = group
         ctx.sequence = sequence
         ctx.overlap = overlap
         if sequence and fp8.gathers_bytes:
-            y, kept, kept_scale = _forward_of_tokens(x, weight, fp8, group)
+            y, kept, kept_scale = _forward_of_tokens(x, given, weight, fp8, group)
+        elif given is not None:
+            assert not sequence, "what is gathered in the model's format does not arrive in fp8"
+            y, kept, kept_scale = forward_of_given(given, weight, fp8)
         else:
             part = 0
             parts = 1
@@ -117,12 +123,18 @@ class Fp8ColumnLinearOp(torch.autograd.Function):
         grad_x = None
         if needs_x:
             grad_x = wait_sequence(reducing) if ctx.sequence else wait(reducing)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
 
 
-def _forward_of_tokens(x, weight, fp8, group):
+def _forward_of_tokens(
+    x: Tensor, given: Fp8Input | None, weight: Tensor, fp8: Fp8Use, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y of all tokens, and of this rank's tokens what is kept with its scales; of a frozen weight nothing is kept."""
-    values, scale = fp8_tokens(x, fp8.ticket, fp8.recipe, fp8.gradient_format, False)
+    if given is None:
+        values, scale = fp8_tokens(x, fp8.ticket, fp8.recipe, fp8.gradient_format, False)
+    else:
+        values = given.rows.view(x.shape)
+        scale = given.scale
     whole = _gathered(values, scale, group)
     y_MO = fp8_forward_of(whole.in_rows, whole.scale, weight, fp8.ticket, x.dtype)
     y = y_MO.view(*whole.values_BTK.shape[:-1], weight.shape[0])
@@ -171,10 +183,10 @@ class Fp8SlotsColumnLinearOp(torch.autograd.Function):
     It has no bias."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, main_grad, fp8, group, sequence, overlap):
+    def forward(ctx, x, weight, bias, main_grad, fp8, group, sequence, overlap, given):
         # no gradient of y is made up where there is none
         ctx.set_materialize_grads(False)
-        y = _forward(ctx, x, weight, bias, main_grad, fp8, group, sequence, overlap)
+        y = _forward(ctx, x, weight, bias, main_grad, fp8, group, sequence, overlap, given)
         ctx.dtype = y.dtype
         # of the whole input
         ctx.shape = (*y.shape[:-1], weight.shape[1])

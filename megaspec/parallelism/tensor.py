@@ -108,20 +108,30 @@ class ColumnParallelLinear(Linear):
         self.sequence = sequence
         self.overlap = overlap
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Fp8Input) -> Tensor:
         if self.fp8 is not None:
+            carrier, given = carrier_and_given(x)
             return Fp8ColumnLinearOp.apply(
-                x, self.weight, self.bias, self.main_grad, self.fp8, self.group, self.sequence, self.overlap
+                carrier,
+                self.weight,
+                self.bias,
+                self.main_grad,
+                self.fp8,
+                self.group,
+                self.sequence,
+                self.overlap,
+                given,
             )
         return ColumnLinearOp.apply(
             x, self.weight, self.bias, self.main_grad, self.products, self.group, self.sequence, self.overlap
         )
 
-    def with_slots(self, x: Tensor) -> tuple[Tensor, Fp8Slots]:
+    def with_slots(self, x: Tensor | Fp8Input) -> tuple[Tensor, Fp8Slots]:
         assert self.fp8 is not None, "the layer has products in another precision"
         assert self.bias is None, "the bias's gradient needs the output's, in more than fp8"
+        carrier, given = carrier_and_given(x)
         y, *slots = Fp8SlotsColumnLinearOp.apply(
-            x, self.weight, None, self.main_grad, self.fp8, self.group, self.sequence, self.overlap
+            carrier, self.weight, None, self.main_grad, self.fp8, self.group, self.sequence, self.overlap, given
         )
         return y, Fp8Slots(*slots)
 

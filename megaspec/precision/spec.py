@@ -78,17 +78,17 @@ def fp8_recipe(precision: PrecisionSpec) -> str | None:
     return None
 
 
-def may_write_fp8(precision: PrecisionSpec, *, recomputed: frozenset[str], linear: str, tp: int) -> frozenset[str]:
+def may_write_fp8(precision: PrecisionSpec, *, recomputed: frozenset[str], linear: str) -> frozenset[str]:
     """Operations of kernels/ that may write what layers beside them multiply in fp8, where an implementation can.
 
-    Scales are known before the elements; what is computed again by itself is no part of another operation; linear=te
-    quantises everything itself; and what a norm makes is gathered by tensor-parallel ranks before it is quantised.
+    Scales are known before the elements; what is computed again by itself is no part of another operation; and
+    linear=te quantises everything itself.
     `recomputed`: the parts that are computed again by themselves; `linear`: kernels.linear.
     """
     if fp8_recipe(precision) != "delayed" or linear == "te":
         return frozenset()
     writers = {"rope"}
-    if tp == 1 and "norm" not in recomputed:
+    if "norm" not in recomputed:
         writers.add("norm")
     if not recomputed & {"mlp", "activation"}:
         writers.add("gated")

@@ -586,7 +586,6 @@ def _writers_of_fp8(draft: ResolverDraft) -> frozenset[str]:
         precision,
         recomputed=recompute.model_copy(update={"kind": draft["parallelism.recompute.kind"]}).alone,
         linear=draft.recipe.kernels.linear,
-        tp=draft["parallelism.tp"],
     )
     if not may:
         return may

@@ -68,6 +68,12 @@ def of_norms(M: int, D: int) -> Iterator[tuple[str, float]]:
         norms.FP8_TILE = tile
         call = partial(norms.norm_forward_in_fp8, x, term, weight, None, RMS, known=known(torch.float8_e4m3fn))
         yield f"norm in fp8, {tile}", rate(call, 8 * M * D)
+    for tile in (norms.Tile(4, 1024, 4), norms.Tile(4, 2048, 8), norms.Tile(8, 512, 4), norms.Tile(16, 512, 8)):
+        norms.FP8_ROWS_TILE = tile
+        call = partial(
+            norms.norm_forward_in_fp8, x, term, weight, None, RMS, known=known(torch.float8_e4m3fn), columns=False
+        )
+        yield f"norm in rows of fp8, {tile}", rate(call, 7 * M * D)
 
 
 def of_gates(M: int, F: int) -> Iterator[tuple[str, float]]:

@@ -1,10 +1,14 @@
 """What the plan counts of fp8 against what a built model keeps and holds."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megaspec.data.batch import Batch
 from megaspec.estimate.activations import kept_tensors
@@ -12,6 +16,7 @@ from megaspec.estimate.communication import AGREED, collectives_of
 from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.memory import memory_of
 from megaspec.estimate.trained import facts_of
+from megaspec.estimate.work import fp8_bytes, layer_parts
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.fp8 import Fp8Linear
 from megaspec.parallelism import fp8 as strategy
@@ -21,7 +26,8 @@ from megaspec.runtime.build import TrainState, build, initialise, mesh_of
 from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
 from megaspec.verify.trace import fake_world
-from tests.parity.cases import TOKENS, Case, spec_of
+from tests.nn.plain_producers import plain_producers
+from tests.parity.cases import SEQUENCES, TOKENS, Case, spec_of
 
 
 def spec_in(recipe: str, **case: str) -> Spec:
@@ -71,6 +77,109 @@ def test_kept_bytes_of_layers(recipe: str) -> None:
         x = torch.randn(spec.train.micro_batch, TOKENS, model.d_model, dtype=torch.bfloat16).requires_grad_()
         counted = sum(tensor.size for tensor in kept_tensors(run, layer))
         assert kept_by(built.model, number, x) == counted + layer.in_fp8 * scales, number
+
+
+def writing_spec(*, norm: str, sequence: bool) -> Spec:
+    """Of two ranks that divide products and maybe tokens; a micro batch is one sequence. What makes inputs and
+    gradients of the layer in the middle writes them in fp8."""
+    kernels = {"kernels.norm": norm, "kernels.gated": "triton", "kernels.rope": "triton"}
+    case = Case(
+        tp=2,
+        sequence=sequence,
+        precision="bf16",
+        n_layers=3,
+        accumulate=SEQUENCES,
+        attention="sdpa",
+        also=tuple(kernels.items()),
+    )
+    precision = Fp8Precision(kind="fp8", recipe="delayed", format="e4m3")
+    return spec_of(case).model_copy(update={"precision": precision})
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_kept_bytes_of_layers_whose_inputs_are_written(sequence: bool) -> None:
+    """Of a norm that writes what its ranks gather, this rank's rows."""
+    spec = writing_spec(norm="triton", sequence=sequence)
+    run = layer_run(spec)
+    layers = facts_of(spec).layers
+    tokens = TOKENS // 2 if sequence else TOKENS
+    with fake_world(0, 2), plain_producers() as calls:
+        built = built_of(spec)
+        built.fp8._shared.is_fresh = False
+        x = torch.randn(1, tokens, spec.model.d_model, dtype=torch.bfloat16).requires_grad_()
+        found = kept_by(built.model, 1, x)
+    assert calls["norm"] == 2
+    # a scale in fp32 of each input
+    assert found == sum(tensor.size for tensor in kept_tensors(run, layers[1])) + 4 * 4
+
+
+def as_on_a_gpu(spec: Spec) -> Spec:
+    """What casts and multiplies there: of factors that are cast no more is moved."""
+    kernels = spec.kernels.model_copy(update={"fp8_cast": "triton", "scaled_product": "cublaslt"})
+    return spec.model_copy(update={"kernels": kernels})
+
+
+class BytesOfOperations(TorchDispatchMode):
+    """What operations read and write, by name; what is smaller than a matrix of tokens, and the weights, left out."""
+
+    def __init__(self, least: int, apart: set[int]) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self._least = least
+        self._apart = apart
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for one in tree_leaves((args, made)):
+            if isinstance(one, Tensor) and one.numel() >= self._least and one.data_ptr() not in self._apart:
+                self.found[function._opname] += one.nbytes
+        return made
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_bytes_that_move_around_gathered_tokens(sequence: bool) -> None:
+    """Of norms and the sums before them, of casts, and of what is turned round behind a gather."""
+    spec = writing_spec(norm="triton", sequence=sequence)
+    d_model = spec.model.d_model
+    own = TOKENS // 2 if sequence else TOKENS
+    with fake_world(0, 2), plain_producers():
+        built = built_of(spec)
+        built.fp8._shared.is_fresh = False
+        unit = next(unit for unit in built.model.units if unit.name == "layers.1")
+        x = torch.randn(1, own, d_model, dtype=torch.bfloat16).requires_grad_()
+        weights = {one.data_ptr() for one in built.model.parameters()}
+        context = built.model.context(torch.arange(TOKENS), length=TOKENS)
+        with BytesOfOperations(own * d_model, weights) as forward:
+            y = unit.run(x, context)
+        with BytesOfOperations(own * d_model, weights) as backward:
+            y.backward(torch.ones_like(y))
+
+    spec = as_on_a_gpu(spec)
+    layer = facts_of(spec).layers[1]
+    parts = layer_parts(spec, layer, in_fp8=True)
+    (norms,) = [part for part in parts if part.name == "norm"]
+    # the sum behind the last product
+    last_sum = 3 * own * d_model * 2
+    assert forward.found["norm_into_fp8"] + last_sum == norms.forward_bytes
+    # both norms write a byte of each number, and another one where nobody gathers it
+    layouts = 1 if sequence else 2
+    assert forward.found["norm_into_fp8"] == own * d_model * (2 + 3 * 2 + 2 * layouts)
+
+    products = [product for part in parts for product in part.products]
+    planned = fp8_bytes(spec, products)
+    moved = backward.found["fp8_columns"] + backward.found["fp8_tokens"]
+    if sequence:
+        assert moved == planned.backward
+        assert not forward.found["fp8_tokens"]
+    else:
+        assert not moved
+    # what a norm does not write its ranks cast: their own tokens in rows, or all in both layouts
+    plain = as_on_a_gpu(writing_spec(norm="reference", sequence=sequence))
+    of_plain = [product for part in layer_parts(plain, layer, in_fp8=True) for product in part.products]
+    assert fp8_bytes(plain, of_plain).backward == planned.backward
+    assert fp8_bytes(plain, of_plain).forward - planned.forward == 2 * own * d_model * (2 + layouts)
 
 
 @pytest.mark.parametrize("experts", ["", "inputs"])

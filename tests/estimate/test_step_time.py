@@ -111,13 +111,13 @@ def test_fp8_is_faster_and_experts_cost_their_dispatch():
     assert experts.parts["expert parallel"] > 0
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_kernels_that_write_fp8_save_the_casts(tp):
+@pytest.mark.parametrize(("tp", "divided"), [(1, False), (2, False), (2, True)])
+def test_kernels_that_write_fp8_save_the_casts(tp, divided):
     """By hand for 16 layers of 8B, 2 bytes read and 2 written of each number: of what a gate makes and the gradients
     that it gives on, and of that of queries, keys and values; the rotation's backward pass, which else runs beside
-    another operation, moves a head's numbers once less, but values once more."""
-    words = ("precision.recipe=delayed", "precision.first_layers_bf16=0", "precision.last_layers_bf16=0")
-    words = (*words, f"parallelism.tp={tp}")
+    another operation, moves a head's numbers once less, but values once more. `divided`: so are sequences."""
+    layout = (f"parallelism.tp={tp}", f"parallelism.sequence_parallel={str(divided).lower()}")
+    words = ("precision.recipe=delayed", "precision.first_layers_bf16=0", "precision.last_layers_bf16=0", *layout)
 
     def moved(**kernels):
         names = {"norm": "reference", "gated": "reference", "rope": "reference"} | kernels
@@ -127,14 +127,15 @@ def test_kernels_that_write_fp8_save_the_casts(tp):
 
     def moved_in_bf16(**kernels):
         choices = (f"kernels.{operation}={name}" for operation, name in kernels.items())
-        recipe = shaped("llama3_8b_half", f"parallelism.tp={tp}", *choices, gpus=tp)
+        recipe = shaped("llama3_8b_half", *layout, *choices, gpus=tp)
         return rank_work(recipe, 0).element_wise_bytes
 
     plain = moved()
     assert plain - moved(gated="triton") == 16 * 8192 * 4 * 3 * 14336 / tp
     assert plain - moved(rope="triton") == 16 * 8192 * (4 * 6144 + 2 * 4096) / tp
-    # what ranks gather behind a norm they quantise themselves
-    casts = 16 * 8192 * 4 * 2 * 4096 if tp == 1 else 0
+    # what ranks gather they cast in rows alone, each its own tokens: a byte less, and one that the norm does not write
+    tokens = 8192 // tp if divided else 8192
+    casts = 16 * tokens * 4 * 2 * 4096
     kernel = moved_in_bf16(norm="reference") - moved_in_bf16(norm="triton")
     assert plain - moved(norm="triton") == kernel + casts
 

@@ -3,9 +3,12 @@
 import pytest
 
 from megaspec.parallelism.spec import OverlapSpec
+from megaspec.verify.parity import TOLERANCES, compare
 from tests.conftest import Tell
 from tests.parity.cases import Case
-from tests.parity.checks import check, check_low
+from tests.parity.checks import check, check_low, failures
+from tests.parity.tasks import truth_of
+from tests.parity.test_fp8 import STEPS, writing
 from tests.ranks import RankPool, needs_gpus
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +63,13 @@ LOW = [
     Case(dp=4, strategy="zero1", accumulate=3, **FUSED),
     Case(dp=4, strategy="fsdp", accumulate=3, **FUSED),
 ]
+# Norms, gates and rotations write fp8: of norms what ranks gather, in bytes.
+WRITTEN = [
+    Case(tp=2, sequence=True, precision="fp8 delayed", accumulate=2, mask="uneven"),
+    Case(tp=2, sequence=True, precision="fp8 delayed", accumulate=2, compile="block"),
+    Case(tp=2, precision="fp8 delayed", accumulate=2, mask="uneven"),
+    Case(tp=2, pp=2, sequence=True, schedule="zb_h1", precision="fp8 delayed", n_layers=4, accumulate=4),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -72,3 +82,13 @@ def test_fp64_equals_one_gpu(gpu_pool: RankPool, case: Case, tell: Tell) -> None
 def test_bf16_is_as_close_to_the_truth_as_one_gpu(gpu_pool: RankPool, case: Case, tell: Tell) -> None:
     needs_gpus(case.ranks)
     check_low(gpu_pool, case, tell, device="cuda")
+
+
+@pytest.mark.parametrize("case", WRITTEN, ids=str)
+def test_fp8_that_is_written_is_what_one_gpu_quantises(gpu_pool: RankPool, case: Case, tell: Tell) -> None:
+    """By plain operations in fp64, so that nothing but the grid rounds."""
+    needs_gpus(case.ranks)
+    found = writing(gpu_pool, case, device="cuda")
+    findings = compare(found, truth_of(case, steps=STEPS, device="cuda"), TOLERANCES["fp64"])
+    tell(f"{case}: {findings[0]}")
+    assert all(one.passed for one in findings), failures(findings)

@@ -18,12 +18,16 @@ def known_of(scale: float, dtype: torch.dtype, device: torch.device, *, seen: fl
 
 
 def check_written(written: Written, truth_MK: Tensor, known: Known) -> None:
-    """The nearest numbers of the format to fp64 ones, or the next where those lie close to the middle of two; in both
-    layouts, the same bits. What was recorded is what there is."""
-    assert torch.equal(written.scale, known.scale.view(1, 1))
-    by_rows = written.rows.view(torch.uint8)
-    assert torch.equal(by_rows.t(), written.columns.view(torch.uint8))
+    """`check_rows`, and in both layouts the same bits."""
+    assert torch.equal(written.rows.view(torch.uint8).t(), written.columns.view(torch.uint8))
     assert written.columns.is_contiguous()
+    check_rows(written, truth_MK, known)
+
+
+def check_rows(written: Written, truth_MK: Tensor, known: Known) -> None:
+    """The nearest numbers of the format to fp64 ones, or the next where those lie close to the middle of two. What was
+    recorded is what there is."""
+    assert torch.equal(written.scale, known.scale.view(1, 1))
     scale = known.scale.double()
     got = written.rows.double() * scale
     finite = torch.isfinite(truth_MK)

@@ -10,7 +10,7 @@ from megaspec_kernels.gate import check, filled_with_nan, in_dtype, results
 from megaspec_kernels.norm import triton as triton
 from megaspec_kernels.norm.form import NormForm
 from megaspec_kernels.registry import REGISTRY, NormKernel
-from tests.kernels.fp8_producers import check_written, known_of
+from tests.kernels.fp8_producers import check_rows, check_written, known_of
 from tests.kernels.te import Fake, fake_transformer_engine, te_runs
 
 INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
@@ -220,6 +220,20 @@ def test_triton_writes_fp8(
     dtype: torch.dtype, form: NormForm, adds: bool, M: int, D: int, device: torch.device
 ) -> None:
     """By a scale that a few elements are too large for."""
+    check_fp8(dtype, form, M, D, device, adds=adds, columns=True)
+
+
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[3]], ids=lambda form: form.code.replace(" ", "-"))
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("M", "D"), [(1, 16), (7, 1000), (16, 2064), (16, 1024)])
+def test_triton_writes_rows_of_fp8_alone(form: NormForm, adds: bool, M: int, D: int, device: torch.device) -> None:
+    """The last two are read in pairs."""
+    check_fp8(torch.bfloat16, form, M, D, device, adds=adds, columns=False)
+
+
+def check_fp8(
+    dtype: torch.dtype, form: NormForm, M: int, D: int, device: torch.device, *, adds: bool, columns: bool
+) -> None:
     if device.type == "cpu" and not INTERPRETED:
         pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
     inputs = in_dtype(inputs_of(M, D, form, bias=form.kind == "layer", device=device), dtype)
@@ -227,14 +241,19 @@ def test_triton_writes_fp8(
     weight, bias = inputs.get("weight"), inputs.get("bias")
     known = known_of(2.0**-8, torch.float8_e4m3fn, device)
     with filled_with_nan():
-        made = triton.norm_forward_in_fp8(inputs["x"], term, weight, bias, form.code, known=known)
+        made = triton.norm_forward_in_fp8(inputs["x"], term, weight, bias, form.code, known=known, columns=columns)
     total = inputs["x"]
     if adds:
         total = made.total
         exact = inputs["x"].double() + form.scale * term.double()
         torch.testing.assert_close(total.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
     wide = {name: None if one is None else one.double() for name, one in (("weight", weight), ("bias", bias))}
-    check_written(made.written, by_equation(total.double(), wide["weight"], wide["bias"], form), known)
+    truth = by_equation(total.double(), wide["weight"], wide["bias"], form)
+    if columns:
+        check_written(made.written, truth, known)
+    else:
+        check_rows(made.written, truth, known)
+        assert made.written.columns.shape == (0,)
     # what the backward pass takes
     *_, statistics = triton.norm_forward(total, None, weight, bias, form.code)
     torch.testing.assert_close(made.statistics, statistics, rtol=1e-5, atol=1e-6)

@@ -3,11 +3,12 @@ to the same numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megaspec.parallelism.fp8 import Fp8
 from megaspec_kernels.fp8_cast import reference as fp8_cast
 from megaspec_kernels.fp8_cast import reference_groups
 from megaspec_kernels.fp8_cast.formats import Known
@@ -50,30 +51,33 @@ def norm_forward(
     if term is not None:
         total = x + decoded(code).scale * term
         summed = total
-    return total, normed(summed, weight, bias, code).clone(), x.new_empty(0)
+    # of each row, as kernels keep it; nobody reads it
+    statistics = x.new_empty(1, x.numel() // x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
+    return total, normed(summed, weight, bias, code).clone(), statistics
 
 
-def written(x: Tensor, known: Known) -> Written:
+def written(x: Tensor, known: Known, *, columns: bool = True) -> Written:
     scale = known.scale.clone().view(1, 1)
-    rows, columns = fp8_cast.cast(
+    rows, by_columns = fp8_cast.cast(
         x.flatten(0, -2),
         scale,
         block=(None, None),
         dtype=known.dtype,
-        columns=True,
+        columns=columns,
         seen=known.seen,
         saturated=known.saturated,
     )
-    return Written(rows, columns, scale)
+    if by_columns is None:
+        by_columns = rows.new_empty(0)
+    return Written(rows, by_columns, scale)
 
 
-def norm_in_fp8(*inputs: Any, known: Known) -> NormInFp8:
+def norm_in_fp8(*inputs: Any, known: Known, columns: bool) -> NormInFp8:
     calls["norm"] += 1
     total, y, statistics = norm_forward(*inputs)
-    return NormInFp8(total, written(y, known), statistics)
+    return NormInFp8(total, written(y, known, columns=columns), statistics)
 
 
-@torch.enable_grad()
 def norm_gradients(
     grad: Tensor,
     grad_stream: Tensor | None,
@@ -85,12 +89,28 @@ def norm_gradients(
     has_term: bool,
     needs: tuple[bool, bool],
 ) -> NormGradients:
-    leaf = x.detach().requires_grad_()
-    vector = weight.detach().requires_grad_()
-    grad_x, grad_weight = torch.autograd.grad(normed(leaf, vector, None, code), (leaf, vector), grad)
+    # the compiler traces no autograd within autograd
+    of_norm = norm_gradients_by_equation if torch.compiler.is_compiling() else norm_gradients_by_autograd
+    grad_x, grad_weight = of_norm(grad, x, weight, code)
     if grad_stream is not None:
         grad_x = grad_x + grad_stream
     return NormGradients(grad_x, decoded(code).scale * grad_x, grad_weight if needs[0] else None, None)
+
+
+@torch.enable_grad()
+def norm_gradients_by_autograd(grad: Tensor, x: Tensor, weight: Tensor, code: str) -> tuple[Tensor, Tensor]:
+    leaf = x.detach().requires_grad_()
+    vector = weight.detach().requires_grad_()
+    return torch.autograd.grad(normed(leaf, vector, None, code), (leaf, vector), grad)
+
+
+def norm_gradients_by_equation(grad: Tensor, x: Tensor, weight: Tensor, code: str) -> tuple[Tensor, Tensor]:
+    form = decoded(code)
+    assert (form.kind, form.gain) == ("rms", "scale"), code
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + form.eps)
+    of_normed = grad * weight
+    along = (of_normed * x * rstd).mean(-1, keepdim=True)
+    return rstd * (of_normed - x * rstd * along), (grad * x * rstd).flatten(0, -2).sum(0)
 
 
 def gate_of(code: str) -> GatedForm:
@@ -210,8 +230,39 @@ def plain_producers() -> Iterator[dict[str, int]]:
             REGISTRY[operation]["triton"] = fast
 
 
-def train(rank: int, case: Case, empty: Empty, steps: int) -> dict[str, Any]:
-    """tasks.train with them. -> the trajectory, from rank 0, and the calls."""
-    with plain_producers() as calls:
-        trajectory = tasks.train(rank, case, empty, steps)
-        return {"trajectory": trajectory, "calls": dict(calls)}
+class Remembered(NamedTuple):
+    """What a step leaves behind for delayed scales."""
+
+    saturated: int
+    """Elements, over all ranks."""
+    largest: bytes
+    """Elements of this rank's layers in the steps so far."""
+
+
+@contextmanager
+def remembering(*, shrinks: float) -> Iterator[list[Remembered]]:
+    """In here each step tells what it remembers. `shrinks`: what is remembered is so much smaller than what was there,
+    so that elements of the next step saturate."""
+    finish = Fp8.finish_step
+    found: list[Remembered] = []
+
+    def finish_and_tell(fp8: Fp8) -> Tensor | None:
+        saturated = finish(fp8)
+        found.append(Remembered(int(saturated), fp8.largest.cpu().numpy().tobytes()))
+        fp8.largest /= shrinks
+        return saturated
+
+    Fp8.finish_step = finish_and_tell
+    try:
+        yield found
+    finally:
+        Fp8.finish_step = finish
+
+
+def train(
+    rank: int, case: Case, empty: Empty, steps: int, *, shrinks: float = 1.0, device: str = "cpu"
+) -> dict[str, Any]:
+    """tasks.train with them. -> the trajectory, from rank 0, the calls, and what this rank remembers."""
+    with plain_producers() as calls, remembering(shrinks=shrinks) as remembered:
+        trajectory = tasks.train(rank, case, empty, steps, device=device)
+        return {"trajectory": trajectory, "calls": dict(calls), "remembered": remembered}

@@ -27,6 +27,7 @@ from megaspec.parallelism.fp8 import Fp8
 from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.spec import Spec
 from megaspec.verify.parity import TOLERANCES, Trajectory, compare, run_steps
+from megaspec.verify.trace import fake_world
 from tests.nn.plain_producers import OPERATIONS, plain_producers
 from tests.parity.cases import Case, batches_of, spec_of
 
@@ -314,7 +315,10 @@ def test_what_stands_before_positions_is_no_rotations(change: tuple[str, Any], c
 def test_compiled_layers(calls: dict[str, int]) -> None:
     """Their graphs hold what the kernels write, in one piece."""
     plain = trained(_CASE, "reference")
+    counters = torch._dynamo.utils.counters
+    counters.clear()
     found = trained(replace(_CASE, compile="block"), "triton")
+    assert not counters["graph_break"]
     findings = compare(found, plain, TOLERANCES["fp64"])
     assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
     assert all(calls.values()), calls
@@ -322,8 +326,9 @@ def test_compiled_layers(calls: dict[str, int]) -> None:
 
 def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
     """Of a built model: names of linears, what arrives there in fp8, and the operation that wrote it."""
-    built = build(spec, mesh=mesh_of(spec, rank=0, device=torch.device("cpu")))
-    initialise(built)
+    with fake_world(0, spec.world_size):
+        built = build(spec, mesh=mesh_of(spec, rank=0, device=torch.device("cpu")))
+        initialise(built)
     found = set()
     for number, layer in built.model.layers.items():
         names = {}
@@ -368,6 +373,10 @@ def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
         replace(_CASE, also=(("model.layer", {"kind": "sequential", "norms": "post"}),)),
         replace(_CASE, also=(("precision.recipe", "tensorwise"),)),
         replace(_CASE, also=(("parallelism.recompute", {"kind": "selective", "parts": ["norm"]}),)),
+        replace(_CASE, tp=2),
+        replace(_CASE, tp=2, sequence=True),
+        replace(_CASE, tp=2, sequence=True, family="gpt"),
+        replace(_CASE, tp=2, sequence=True, router="softmax", n_layers=4, every=2),
     ],
     ids=str,
 )

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from torch._functorch.aot_autograd import aot_module
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
-from megaspec.nn.fp8 import Fp8Form, Fp8Linear, Fp8Shared, Fp8Use
+from megaspec.nn.fp8 import Fp8Form, Fp8Input, Fp8Linear, Fp8Shared, Fp8Use
 from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8
+from megaspec.nn.fp8_producers import Producer
+from megaspec.nn.norm.module import RmsNorm
+from megaspec.nn.norm.spec import RmsNormSpec
 from megaspec.parallelism.tensor import ColumnParallelLinear, RowParallelLinear
 from megaspec.verify.trace import fake_world
 from megaspec_kernels.registry import REGISTRY
@@ -42,16 +47,40 @@ class _Pair(nn.Module):
         self._recipe = recipe
         self._gathers = gathers
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Fp8Input) -> Tensor:
         for name, gathers in self._gathers.items():
             ticket = getattr(self, f"{name}_ticket")
             getattr(self, name).fp8 = Fp8Use(ticket, self._recipe, "e4m3", gathers_bytes=gathers)
         return self.rows(torch.nn.functional.silu(self.columns(x)))
 
 
-def gathered(recipe: str) -> dict[str, Counter[torch.dtype]]:
-    """Formats of what compiled passes gather, leaving scales out."""
-    found: dict[str, Counter[torch.dtype]] = {}
+class _PairBehindNorm(_Pair):
+    """`writes`: the norm, in fp8, what is gathered behind it."""
+
+    def __init__(self, group: dist.ProcessGroup, recipe: str, *, writes: bool):
+        super().__init__(group, recipe)
+        self.norm = RmsNorm(WIDTH, RmsNormSpec()).to("meta", torch.bfloat16)
+        self.norm.kernel = REGISTRY["norm"]["triton"]
+        self._writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._writes:
+            self.norm.fp8 = Producer("triton", self.columns_ticket, columns=False)
+        stream, normed = self.norm.of_stream(x)
+        return stream + super().forward(normed)
+
+
+class Passes(NamedTuple):
+    """What compiled passes do, by the name of the pass."""
+
+    gathered: dict[str, Counter[torch.dtype]]
+    """Formats of what they gather, leaving scales out."""
+    cast: dict[str, int]
+    """Matrices of a rank's own tokens that they cast before."""
+
+
+def passes(make: Callable[[dist.ProcessGroup], nn.Module]) -> Passes:
+    found = Passes({}, {})
 
     def count(phase: str) -> Callable[[GraphModule, list[Tensor]], GraphModule]:
         def look(graph: GraphModule, inputs: list[Tensor]) -> GraphModule:
@@ -59,14 +88,16 @@ def gathered(recipe: str) -> dict[str, Counter[torch.dtype]]:
                 op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default
             )
             values = [call.meta["val"] for call in calls]
-            found[phase] = Counter(value.dtype for value in values if value.shape[-1] == WIDTH)
+            found.gathered[phase] = Counter(value.dtype for value in values if value.shape[-1] == WIDTH)
+            casts = graph.graph.find_nodes(op="call_function", target=torch.ops.megaspec.fp8_tokens.default)
+            found.cast[phase] = len(casts)
             return graph
 
         return look
 
     with fake_world(0, RANKS):
         pair = aot_module(
-            _Pair(dist.group.WORLD, recipe),
+            make(dist.group.WORLD),
             fw_compiler=count("forward"),
             bw_compiler=count("backward"),
             partition_fn=min_cut_rematerialization_partition,
@@ -91,5 +122,15 @@ def gathered(recipe: str) -> dict[str, Counter[torch.dtype]]:
 def test_what_compiled_layers_gather(
     recipe: str, forward: dict[torch.dtype, int], backward: dict[torch.dtype, int]
 ) -> None:
-    found = gathered(recipe)
-    assert found == {"forward": Counter(forward), "backward": Counter(backward)}
+    found = passes(partial(_Pair, recipe=recipe))
+    assert found.gathered == {"forward": Counter(forward), "backward": Counter(backward)}
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+def test_what_norms_write_is_gathered_and_not_cast() -> None:
+    """The input once, kept for the backward pass as it was gathered; of gradients nothing changes."""
+    plain = passes(partial(_PairBehindNorm, recipe="delayed", writes=False))
+    written = passes(partial(_PairBehindNorm, recipe="delayed", writes=True))
+    assert written.gathered == plain.gathered == {"forward": Counter({torch.uint8: 1}), "backward": {torch.uint8: 1}}
+    assert plain.cast == {"forward": 1, "backward": 1}
+    assert written.cast == {"forward": 0, "backward": 1}

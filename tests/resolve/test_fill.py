@@ -153,7 +153,8 @@ def selective(parts):
         (("model.layer={kind: flat, mixers: [attention, attention, mlp, attention]}",), ("norm", "gated", "rope")),
         (("model.layer={kind: flat, mixers: [attention, attention, attention, attention]}",), ("norm", "rope")),
         (("precision.recipe=tensorwise",), ()),
-        (("parallelism.tp=2",), ("gated", "rope")),
+        (("parallelism.tp=2",), ("norm", "gated", "rope")),
+        (("parallelism.tp=2", "parallelism.sequence_parallel=false"), ("norm", "gated", "rope")),
         # norms of heads, or a bias, stand between the product and its positions
         (("model.attention={kind: gqa, qk_norm: per_head}",), ("norm", "gated")),
         (("model.attention={kind: gqa, qkv_bias: true}",), ("norm", "gated")),
@@ -234,7 +235,7 @@ def test_what_a_search_would_start_from_is_told_where_it_is_out_of_bounds():
 
 def test_transformer_engine_quantises_itself():
     delayed = compose("hello", DELAYED).recipe.precision
-    assert may_write_fp8(delayed, recomputed=frozenset(), linear="te", tp=1) == set()
+    assert may_write_fp8(delayed, recomputed=frozenset(), linear="te") == set()
 
 
 @pytest.mark.parametrize(

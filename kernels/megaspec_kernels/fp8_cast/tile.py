@@ -249,14 +249,16 @@ class Written(NamedTuple):
     rows: Tensor
     """[M, K]"""
     columns: Tensor
-    """[K, M]"""
+    """[K, M]; [0] where nobody asked for them"""
     scale: Tensor
     """[1, 1]"""
 
 
-def empty_pair(like: Tensor, M: int, K: int, dtype: torch.dtype) -> Written:
+def empty_pair(like: Tensor, M: int, K: int, dtype: torch.dtype, *, columns: bool = True) -> Written:
     """Memory for one, on the device of `like`."""
     wide = torch.promote_types(like.dtype, torch.float32)
-    return Written(
-        like.new_empty(M, K, dtype=dtype), like.new_empty(K, M, dtype=dtype), like.new_empty(1, 1, dtype=wide)
-    )
+    rows = like.new_empty(M, K, dtype=dtype)
+    turned = like.new_empty(0, dtype=dtype)
+    if columns:
+        turned = like.new_empty(K, M, dtype=dtype)
+    return Written(rows, turned, like.new_empty(1, 1, dtype=wide))

@@ -87,11 +87,12 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
             yield Work(f"{what}, forward, {M} x {D}", forward, numbers * size, "bytes")
             yield Work(f"{what}, backward, {M} x {D}", backward, 4 * size, "bytes")
         if kernel.producer is not None and device.type == "cuda":
-            yield _in_fp8(kernel.producer, x.detach(), term.detach(), weight.detach())
+            for columns in (True, False):
+                yield _in_fp8(kernel.producer, x.detach(), term.detach(), weight.detach(), columns=columns)
 
 
-def _in_fp8(producer: NormProducer, x: Tensor, term: Tensor, weight: Tensor) -> Work:
-    """Both terms are read, their sum is written, and what is normed in both layouts."""
+def _in_fp8(producer: NormProducer, x: Tensor, term: Tensor, weight: Tensor, *, columns: bool) -> Work:
+    """Both terms are read, their sum is written, and what is normed in both layouts or in rows alone."""
     M, D = x.shape
     known = Known(
         torch.ones(1, device=x.device),
@@ -99,8 +100,10 @@ def _in_fp8(producer: NormProducer, x: Tensor, term: Tensor, weight: Tensor) -> 
         torch.zeros(1, dtype=torch.int64, device=x.device),
         torch.float8_e4m3fn,
     )
-    call = partial(producer.forward_in_fp8, x, term, weight, None, RMS.code, known=known)
-    return Work(f"sum and norm in fp8, {M} x {D}", on_device(call), M * D * (3 * x.itemsize + 2), "bytes")
+    call = partial(producer.forward_in_fp8, x, term, weight, None, RMS.code, known=known, columns=columns)
+    layouts = 2 if columns else 1
+    what = "fp8" if columns else "rows of fp8"
+    return Work(f"sum and norm in {what}, {M} x {D}", on_device(call), M * D * (3 * x.itemsize + layouts), "bytes")
 
 
 BENCH = Bench(held, works)

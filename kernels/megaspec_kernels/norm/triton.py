@@ -293,6 +293,7 @@ if triton is not None:
         is_layer: tl.constexpr,
         gain: tl.constexpr,
         has_bias: tl.constexpr,
+        has_columns: tl.constexpr,
         has_seen: tl.constexpr,
         largest: tl.constexpr,
         mantissa: tl.constexpr,
@@ -365,9 +366,10 @@ if triton is not None:
                 a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3, inverse, largest, mantissa, least_exponent, interpreted
             )
             store_four_rows(row_ptr, at, half_D, q_0, q_1, q_2, q_3, mask, is_even)
-            one, other = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
-            down = c.to(tl.int64)[None, :] * (2 * quarter_M) + i[:, None]
-            store_two_columns(column_ptr, down, quarter_M, one, other, mask, is_even)
+            if has_columns:
+                one, other = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+                down = c.to(tl.int64)[None, :] * (2 * quarter_M) + i[:, None]
+                store_two_columns(column_ptr, down, quarter_M, one, other, mask, is_even)
         top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
         count = 0
         if not (top * inverse <= largest):
@@ -427,6 +429,7 @@ if triton is not None:
         is_layer: tl.constexpr,
         gain: tl.constexpr,
         has_bias: tl.constexpr,
+        has_columns: tl.constexpr,
         has_seen: tl.constexpr,
         largest: tl.constexpr,
         mantissa: tl.constexpr,
@@ -467,8 +470,9 @@ if triton is not None:
             seen = tl.maximum(seen, size)
             over += is_over.to(tl.int32)
             tl.store(row_ptr + at, q, mask=mask)
-            # to transposed addresses
-            tl.store(column_ptr + d.to(tl.int64)[None, :] * M + m[:, None], q, mask=mask)
+            if has_columns:
+                # to transposed addresses
+                tl.store(column_ptr + d.to(tl.int64)[None, :] * M + m[:, None], q, mask=mask)
         record(
             seen_ptr,
             saturated_ptr,
@@ -496,6 +500,8 @@ def tile_of(D: int, *, least: int) -> Tile:
 
 FP8_TILE = Tile(rows=32, features=256, warps=8)
 """Of the kernel that writes fp8: it goes along its rows twice. Of each column it writes as many bytes as rows."""
+FP8_ROWS_TILE = Tile(rows=4, features=1024, warps=4)
+"""The same without columns: so few rows that the second time they are in the cache still."""
 
 
 @cache
@@ -657,9 +663,17 @@ class NormInFp8(NamedTuple):
 
 
 def norm_forward_in_fp8(
-    x: Tensor, term: Tensor | None, weight: Tensor | None, bias: Tensor | None, code: str, *, known: Known
+    x: Tensor,
+    term: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    code: str,
+    *,
+    known: Known,
+    columns: bool = True,
 ) -> NormInFp8:
-    """`norm_forward`, whose normed rows are written in fp8 alone, by a scale that is known."""
+    """`norm_forward`, whose normed rows are written in fp8 alone, by a scale that is known. `columns`: in both layouts,
+    else in rows."""
     assert x.dtype != torch.float64, "the kernel computes in fp32"
     form = decoded(code)
     x = x.contiguous()
@@ -671,8 +685,8 @@ def norm_forward_in_fp8(
     if adds:
         total = x.new_empty(x.shape)
     statistics = x.new_empty(_n_statistics(code), M, dtype=torch.float32)
-    written = empty_pair(x, M, D, known.dtype)
-    tile = FP8_TILE
+    written = empty_pair(x, M, D, known.dtype, columns=columns)
+    tile = FP8_TILE if columns else FP8_ROWS_TILE
     while tile.rows > 16 and triton.cdiv(M, tile.rows) < _processors(x.device):
         tile = tile._replace(rows=tile.rows // 2)
     features = min(tile.features, triton.next_power_of_2(D))
@@ -687,7 +701,17 @@ def norm_forward_in_fp8(
         known.scale.view(torch.int32) if known.seen is None else known.seen.view(torch.int32),
         known.saturated,
     )
-    what = (adds, form.kind == "layer", form.gain, has_bias, known.seen is not None, *format_constants(known.dtype))
+    what = (
+        adds,
+        form.kind == "layer",
+        form.gain,
+        has_bias,
+        columns,
+        known.seen is not None,
+        *format_constants(known.dtype),
+    )
+    # what is not asked for is not written: any address serves
+    by_columns = written.columns if columns else written.rows
     source = total if adds else x
     in_pairs = M % 16 == 0 and D % 16 == 0
     for one in (source, weight, bias):
@@ -701,7 +725,7 @@ def norm_forward_in_fp8(
             weight.view(torch.int32),
             bias.view(torch.int32),
             written.rows.view(torch.int16),
-            written.columns.view(torch.int32),
+            by_columns.view(torch.int32),
             statistics,
             *recorded,
             M,
@@ -726,7 +750,7 @@ def norm_forward_in_fp8(
         bias,
         total,
         written.rows.view(torch.uint8),
-        written.columns.view(torch.uint8),
+        by_columns.view(torch.uint8),
         statistics,
         *recorded,
         M,
