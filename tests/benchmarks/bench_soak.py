@@ -9,6 +9,7 @@ line and appends it to the results.
 import argparse
 import json
 import platform
+import shutil
 import sys
 import tempfile
 from dataclasses import asdict
@@ -31,8 +32,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, RankFactory((*PRELOADED, "tests.faults.entry")) as factory:
-        found = soak(Path(folder), factory, minutes=args.minutes, every=args.every, seed=args.seed)
+    # stays where something is wrong
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    with RankFactory((*PRELOADED, "tests.faults.entry")) as factory:
+        found = soak(folder, factory, minutes=args.minutes, every=args.every, seed=args.seed)
+    shutil.rmtree(folder)
     where = {"date": date.today().isoformat(), "machine": platform.machine(), "every": args.every, "seed": args.seed}
     line = json.dumps(where | asdict(found))
     print(line)

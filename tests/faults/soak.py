@@ -27,7 +27,7 @@ from megaspec.recipe import Recipe
 from megaspec.run_folder import newest_step
 from megaspec_launchers.rank_factory import RankFactory
 from tests.faults.runs import assert_same, go, make_run, recipe, result
-from tests.faults.supervised import is_gone, plan_faults, supervised
+from tests.faults.supervised import plan_faults, supervised
 
 FAULTS = (
     "kill a rank",
@@ -107,7 +107,8 @@ def soak(folder: Path, factory: RankFactory, *, minutes: float, every: float, se
         seconds = time.monotonic() - began
     text = (folder / "said.txt").read_text()
     assert supervisor.returncode == 75, f"exit code {supervisor.returncode}: {text[-4000:]}"
-    left = [pid for pid in seen.family if not is_gone(pid)]
+    # an hour is long enough for another program to get the number of a process that is gone
+    left = [one for one in seen.family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert not left, f"outlive the supervisor: {left}"
     # torch keeps one folder for what it compiles, whoever asks
     leaked = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
@@ -165,7 +166,7 @@ class Disturbed:
         self.rng = rng
         self.every = every
         self.done: Counter[str] = Counter()
-        self.family: set[int] = set()
+        self.family: set[psutil.Process] = set()
         self.memory: list[tuple[float, float]] = []
         self.files: list[float] = []
         self.is_stopping = False
@@ -178,7 +179,7 @@ class Disturbed:
         next_fault = time.monotonic() + self.every
         while supervisor.poll() is None:
             with suppress(psutil.NoSuchProcess):
-                self.family |= {child.pid for child in parent.children(recursive=True)}
+                self.family |= set(parent.children(recursive=True))
                 if self.family:
                     self.memory.append((last_step(self.run, METRICS), parent.memory_info().rss))
                     self.files.append(parent.num_fds())
