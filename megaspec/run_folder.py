@@ -198,7 +198,8 @@ def read_run(folder: Path, *, allows_gone: bool = False) -> SavedRun:
     _refuse_other_format(folder, saved)
     # before the Spec is read: without its plugins its fields are unknown
     demand(saved, str(folder))
-    gone = gone_kernels(saved)
+    # one that a recipe names its Spec names as well, unless somebody wrote it there
+    gone = tuple(dict.fromkeys((*gone_kernels(saved), *gone_kernels(recipe))))
     if gone and not allows_gone:
         # of weights alone there is nothing to go on with
         command = "eval" if saved.get("holds") == "weights" else "resume"
@@ -230,7 +231,7 @@ def _gone_problems(folder: Path, gone: Sequence[GoneKernel], device: str, comman
     words = " ".join(f"{one.key}={one.instead(device)}" for one in gone)
     problems = []
     for one in gone:
-        text = f"{folder / SPEC}: {one.key}={show(one.name)} is gone, this version has {one_of(one.names)};"
+        text = f"{folder}: {one.key}={show(one.name)} is gone, this version has {one_of(one.names)};"
         text += f" say which: megaspec {command} {folder} {words}"
         problems.append(Problem(one.key, text, code="run-kernel"))
     return problems

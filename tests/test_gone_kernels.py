@@ -128,9 +128,17 @@ def test_the_cast_that_was_deleted():
     assert GoneKernel("fp8_cast", "cuda").instead("cuda") == "triton"
 
 
+def test_a_name_that_the_recipe_alone_has_is_told_too(run):
+    content = json.loads(Path(run, "spec.json").read_text())
+    content["kernels"]["fp8_cast"] = "reference"
+    Path(run, "spec.json").write_text(json.dumps(content))
+    with pytest.raises(RecipeError, match=r"runs/old: kernels\.fp8_cast=cuda is gone"):
+        read_run(Path(run))
+
+
 def test_what_is_no_name_is_damage(tmp_path, run):
     content = json.loads(Path(run, "spec.json").read_text())
     content["kernels"]["fp8_cast"] = 7
     Path(run, "spec.json").write_text(json.dumps(content))
     with pytest.raises(RecipeError, match=r"spec.json is damaged: kernels\.fp8_cast"):
-        read_run(Path(run))
+        read_run(Path(run), allows_gone=True)
