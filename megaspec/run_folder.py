@@ -6,7 +6,7 @@ A run's folder may come from somebody else. The folder itself may be reached thr
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +21,10 @@ from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, CandidateFolder
 from megaspec.checkpoint.format import FORMAT_VERSION, MANIFEST, Manifest
 from megaspec.checkpoint.lock import LOCK_FOLDER, RunLock
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
-from megaspec.core.errors import CheckpointError, MegaspecError, Problem, RecipeError, RunLockedError
+from megaspec.core.errors import COMMAND_LINE, CheckpointError, MegaspecError, Problem, RecipeError, RunLockedError
 from megaspec.core.faults import failpoint
-from megaspec.core.problems import one_of
+from megaspec.core.frozen import AUTO
+from megaspec.core.problems import one_of, show
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import publish, write_atomically, write_error
 from megaspec.data.spec import IndexedSpec
@@ -45,6 +46,7 @@ from megaspec.profiling.spec import PROFILES
 from megaspec.recipe import Recipe
 from megaspec.rules.belonging import began_as_fork, fork_again, holds_weights_alone, last_of_weights, objections
 from megaspec.spec import Spec
+from megaspec_kernels.gone import GoneKernel, gone_kernels, without_gone
 
 RECIPE, TARGET, SPEC = "recipe.json", "target.json", "spec.json"
 # Stands in a fork's folder while it is made: {"source": folder of the run that it is from, "step": of its checkpoint}.
@@ -67,6 +69,9 @@ class SavedRun:
     """The recipe as it was composed."""
     spec: Spec
     """With the folder where it is now as run_dir."""
+    gone: tuple[GoneKernel, ...] = ()
+    """Implementations that it names and this version does not have; the recipe says auto there, the Spec a plain one.
+    Who starts the run again has to name others, see `refuse_gone_kernels`."""
 
 
 # Runs in a folder that an error names.
@@ -183,8 +188,9 @@ def refuse_no_run(folder: Path) -> None:
         raise RecipeError([Problem("", f"{folder} holds no run (no {SPEC}); {hint}", code="run-missing")])
 
 
-def read_run(folder: Path) -> SavedRun:
-    """The run of a folder. RecipeError: there is none, or its files are damaged. Others: `refuse_unfinished_fork`."""
+def read_run(folder: Path, *, allows_gone: bool = False) -> SavedRun:
+    """The run of a folder. RecipeError: there is none, its files are damaged, or, unless `allows_gone`, it names
+    implementations that this version does not have. Others: `refuse_unfinished_fork`."""
     refuse_no_run(folder)
     refuse_links(folder)
     recipe = _read_json(folder, RECIPE)
@@ -192,15 +198,43 @@ def read_run(folder: Path) -> SavedRun:
     _refuse_other_format(folder, saved)
     # before the Spec is read: without its plugins its fields are unknown
     demand(saved, str(folder))
+    # one that a recipe names its Spec names as well, unless somebody wrote it there
+    gone = tuple(dict.fromkeys((*gone_kernels(saved), *gone_kernels(recipe))))
+    if gone and not allows_gone:
+        # of weights alone there is nothing to go on with
+        command = "eval" if saved.get("holds") == "weights" else "resume"
+        raise RecipeError(_gone_problems(folder, gone, str(saved.get("device")), command))
+    recipe = without_gone(recipe, instead=AUTO)
     try:
-        spec = Spec.model_validate_json(json.dumps(saved | {"run_dir": str(folder)}))
+        spec = Spec.model_validate_json(json.dumps(without_gone(saved) | {"run_dir": str(folder)}))
     except (ValidationError, AssertionError) as error:
         raise _damaged(folder / SPEC, _first_of(error)) from None
     has_blend = isinstance(spec.data, IndexedSpec) and isinstance(recipe.get("data"), dict)
     if "data_order" not in saved and has_blend:
         # The Spec was brought up to today's rules as it was read; the recipe says its blend in the same words.
         recipe["data"]["blend"] = [part.model_dump(mode="json") for part in spec.data.blend]
-    return SavedRun(folder, recipe, spec)
+    return SavedRun(folder, recipe, spec, gone)
+
+
+def refuse_gone_kernels(saved: SavedRun, recipe: Recipe, origins: Mapping[str, str], *, command: str) -> None:
+    """RecipeError: a run names implementations that this version does not have, and the recipe with which `command`
+    starts it names no others."""
+    left = []
+    for one in saved.gone:
+        if getattr(recipe.kernels, one.operation) == AUTO and origins.get(one.key) != COMMAND_LINE:
+            left.append(one)
+    if left:
+        raise RecipeError(_gone_problems(saved.folder, left, saved.spec.device, command))
+
+
+def _gone_problems(folder: Path, gone: Sequence[GoneKernel], device: str, command: str) -> list[Problem]:
+    words = " ".join(f"{one.key}={one.instead(device)}" for one in gone)
+    problems = []
+    for one in gone:
+        text = f"{folder}: {one.key}={show(one.name)} is gone, this version has {one_of(one.names)};"
+        text += f" say which: megaspec {command} {folder} {words}"
+        problems.append(Problem(one.key, text, code="run-kernel"))
+    return problems
 
 
 def refuse_weights_alone(folder: Path, run: Spec) -> None:
@@ -255,7 +289,8 @@ def newest_step(folder: Path) -> int:
     """The step of a run's newest checkpoint that is whole and its own; 0 when there is none. Bytes are not read."""
     if not candidates(folder / CHECKPOINTS):
         return 0
-    return newest_whole(folder / CHECKPOINTS, own_checkpoint(read_run(folder).spec)) or 0
+    spec = read_run(folder, allows_gone=True).spec
+    return newest_whole(folder / CHECKPOINTS, own_checkpoint(spec)) or 0
 
 
 def has_ended_well(folder: Path) -> bool:

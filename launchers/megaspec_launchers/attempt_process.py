@@ -184,19 +184,25 @@ def watch_attempt(
     look: Callable[[], str],
     look_seconds: float,
     grace_seconds: float,
+    is_silent: Callable[[], bool],
+    timeout_seconds: float,
 ) -> AttemptResult:
     """Waits until an attempt has ended. Requests to stop, and to show stacks, are passed on.
 
     `look`: why the attempt is to save and end because devices went or came back, "" where it goes on; asked every
-    `look_seconds`. A process that is found stopped (SIGSTOP) for a while is killed, and so is one that does not end in
-    time.
+    `look_seconds`. `is_silent`: whether heartbeats of the process are missed. A process that is found stopped (SIGSTOP)
+    for a while is killed, one that is silent for `timeout_seconds`, and one that does not end in time.
     """
     layout: dict[str, Any] = {}
     stops_told = 0
     stacks_told = stop.stacks
     replaced_for = ""
     killed_for = ""
+    # Looks in a row that found it so. They are counted and no clock is read: time in which this process was stopped
+    # together with that one, or by which a clock was set, counts for nothing.
     halted = 0
+    silent = 0
+    most_silent = max(HALTED_LOOKS, round(timeout_seconds / LOOK_SECONDS))
     deadline = float("inf")
     next_look = time.monotonic() + look_seconds
     with selectors.DefaultSelector() as selector:
@@ -236,8 +242,11 @@ def watch_attempt(
                     process.signal(signal.SIGTERM)
                     deadline = now + grace_seconds + AFTER_GRACE_SECONDS
             halted = halted + 1 if _is_stuck(process) else 0
+            silent = silent + 1 if is_silent() else 0
             if halted >= HALTED_LOOKS and not killed_for:
                 killed_for = "the launcher, or the process that it forks ranks from, was stopped (SIGSTOP)"
+            elif silent >= most_silent and not killed_for:
+                killed_for = "the launcher was silent: it wrote no heartbeat, and looked after no rank"
             elif now >= deadline and not killed_for:
                 killed_for = f"the launcher did not end its ranks within {grace_seconds + AFTER_GRACE_SECONDS:g} s"
             if killed_for:

@@ -89,7 +89,7 @@ def _chosen(args: argparse.Namespace) -> list[tuple[SavedRun, int | None]]:
         raise RecipeError(f"--last {args.last} must be at least 1")
     chosen: list[tuple[SavedRun, int | None]] = []
     for folder in args.runs:
-        saved = read_run(folder)
+        saved = read_run(folder, allows_gone=True)
         if steps:
             chosen += [(saved, step) for step in steps]
         elif args.last is not None:

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Write it, and say what was written. Raises RecipeError, CheckpointError, WriteError; nothing is left then."""
     # before anything is read
     refuse_existing(args.out)
-    saved = read_run(args.run)
+    saved = read_run(args.run, allows_gone=True)
 
     from megaspec.checkpoint.streamed import WeightsOf  # torch, only where it is needed
     from megaspec.runtime.build import DTYPES as TORCH_DTYPES

@@ -23,7 +23,7 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
     is_in_run = is_run(run_dir)
     inspect = no_objections
     if is_in_run:
-        inspect = own_checkpoint(read_run(run_dir).spec)
+        inspect = own_checkpoint(read_run(run_dir, allows_gone=True).spec)
     found = [candidate for candidate in candidates(folder) if step in (None, candidate.step)]
     aside = quarantined(folder)
     if not found and (step is not None or not aside):

@@ -22,6 +22,7 @@ from megaspec.estimate.target import Target
 from megaspec.rules.difference import Change, differences, verdict
 from megaspec.run_folder import is_run, read_run, read_target, refuse_unfinished_fork
 from megaspec.spec import Spec
+from megaspec_kernels.gone import gone_kernels
 
 _PARTS = ((True, "what is computed"), (False, "how"))
 
@@ -125,5 +126,6 @@ def _spec_of_checkpoint(folder: Path) -> Spec:
     try:
         return Spec.model_validate_json(json.dumps(manifest.spec))
     except (ValidationError, AssertionError) as error:
-        first = str(error).splitlines()[0]
+        gone = ", ".join(f"{one.key}={show(one.name)} is gone" for one in gone_kernels(manifest.spec))
+        first = gone or str(error).splitlines()[0]
         raise CheckpointError(f"{folder / MANIFEST} holds no Spec that this version reads: {first}") from None

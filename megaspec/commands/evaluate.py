@@ -22,7 +22,7 @@ from megaspec.plugins import loaded
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resume import resume
 from megaspec.rules.run_facts import Facts
-from megaspec.run_folder import SavedRun, read_run
+from megaspec.run_folder import SavedRun, read_run, refuse_gone_kernels
 from megaspec.search.fits import MEMORY, start_problems
 from megaspec.spec import Spec
 from megaspec_launchers.local import launch
@@ -48,7 +48,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Resolve the run anew for this machine, start ranks that only evaluate, print what they found."""
-    saved = read_run(args.run)
+    saved = read_run(args.run, allows_gone=True)
     _check_checkpoints(args.run, args.step)
     spec = evaluation_spec(saved, args, detect_target())
     folder = Path(tempfile.mkdtemp(prefix="megaspec-eval-"))
@@ -86,6 +86,7 @@ def evaluation_spec(saved: SavedRun, args: argparse.Namespace, target: Target) -
         recipe["data"]["valid"] = dict(_named_prefix(text) for text in args.data)
     # whatever the run does: here it is asked to evaluate
     composed = recompose(recipe, str(args.run / "recipe.json"), [*words, "train.eval_every=1"], args.config_dir)
+    refuse_gone_kernels(saved, composed.recipe, composed.origins, command="eval")
     refuse_jobs(composed.recipe, composed.origins, "eval")
     facts = gather_facts(composed.recipe)
     if composed.recipe.data.valid:

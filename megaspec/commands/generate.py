@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             raise RecipeError(f"--step {args.step}: {args.run} has no steps; leave it out")
     else:
         source = Path(args.run)
-        trained = read_run(source).spec
+        trained = read_run(source, allows_gone=True).spec
         _check_checkpoints(source, args.step)
         model = trained.model
         precision = trained.precision.model_dump(mode="json")

@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export, and say what was written. Raises RecipeError, CheckpointError, WriteError; nothing is left then."""
     shard_bytes = _shard_bytes(args.shard_size)
-    spec = read_run(args.run).spec
+    spec = read_run(args.run, allows_gone=True).spec
     family = choose_family(spec, args.family)
     companions = companions_of(args.run, spec)
     ids = token_ids(companions) or _ids_of_data(spec)

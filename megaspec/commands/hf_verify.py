@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from megaspec.hf.weights import HfWeights  # torch, only where it is needed
     from megaspec.verify.hf_folder import compare_tensors, model_differences
 
-    spec = read_run(args.run).spec
+    spec = read_run(args.run, allows_gone=True).spec
     if not args.tensors_only:
         _refuse_too_little_memory(spec)
     with open_hf_folder(args.folder) as folder, open_checkpoint(args.run, spec, args.step) as reader:

@@ -22,7 +22,14 @@ from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resume import fork
 from megaspec.rules.belonging import fork_point, holds_weights_alone, last_of_weights, starts_optimizer_anew
-from megaspec.run_folder import make_fork, newest_good, read_run, refuse_unfinished_fork, refuse_weights_alone
+from megaspec.run_folder import (
+    make_fork,
+    newest_good,
+    read_run,
+    refuse_gone_kernels,
+    refuse_unfinished_fork,
+    refuse_weights_alone,
+)
 from megaspec.search.fits import MEMORY, start_problems
 from megaspec.spec import Spec
 
@@ -41,13 +48,14 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Resolve a run anew with changes, and start its ranks; with --fork, in a folder of its own."""
     refuse_tasks()
-    saved = read_run(args.run)
+    saved = read_run(args.run, allows_gone=True)
     refuse_weights_alone(args.run, saved.spec)
     memory, words = take(args.words, "memory", MEMORY)
     try:
         composed = recompose(saved.recipe, str(args.run / "recipe.json"), words, args.config_dir)
     except PartlyError as error:
         raise with_rules(error, lambda _: detect_target(), is_for_training=True) from None
+    refuse_gone_kernels(saved, composed.recipe, composed.origins, command="resume")
     refuse_jobs(composed.recipe, composed.origins, "resume")
     if composed.origins.get("run_dir") == COMMAND_LINE:
         text = f"run_dir={composed.recipe.run_dir}: a run stays in its folder; drop it, or give --fork NEW"

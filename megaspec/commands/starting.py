@@ -47,6 +47,7 @@ from megaspec.run_folder import (
     newest_step,
     own_checkpoint,
     read_run,
+    refuse_gone_kernels,
     refuse_last_of_weights,
     refuse_links,
     refuse_lost_fork,
@@ -283,7 +284,9 @@ def prepare_resume(
     lock = RunLock(folder).acquire()
     with ExitStack() as stack:
         stack.callback(lock.release)
-        old = read_run(folder).spec
+        saved = read_run(folder, allows_gone=True)
+        refuse_gone_kernels(saved, recipe, origins, command="resume")
+        old = saved.spec
         refuse_weights_alone(folder, old)
         # what was saved elsewhere counts: the order of data goes on after the newest step
         # where it was saved, and what is to be kept from now on
@@ -305,7 +308,8 @@ def prepare_resume(
         else:
             warn(spec, target)
         if done and not is_finished:
-            print(printable(f"{folder} after step {done:,} {promise_of_change(old, spec)}"))
+            gone = [one.key for one in saved.gone]
+            print(printable(f"{folder} after step {done:,} {promise_of_change(old, spec, gone)}"))
         write_run(folder, kept or recipe, target, spec)
         stack.pop_all()
     return Prepared(folder, spec, lock, is_finished)

@@ -47,6 +47,7 @@ from megaspec.launcher.attempts import (
     tell_attempt,
 )
 from megaspec.launcher.devices import named_devices, usable_devices
+from megaspec.launcher.heartbeat import read_heartbeat
 from megaspec.launcher.spec import LauncherSpec
 from megaspec.launcher.suspects import AVOIDED, Avoided, avoid, avoided_hosts, read_avoided, read_suspects
 from megaspec.log.sinks import METRICS
@@ -242,11 +243,18 @@ class Supervisor:
                 look=self._changed_devices,
                 look_seconds=self.spec.launcher.restarts.look_seconds,
                 grace_seconds=self.spec.launcher.grace_seconds,
+                is_silent=lambda: self._is_silent(attempt, process.pid),
+                timeout_seconds=self.spec.launcher.timeout_seconds,
             )
         if result.has_no_layout and self.ends:
             # there were devices enough when this supervisor started
             result = replace(result, code=HARDWARE, why=f"devices were lost, or are avoided: {result.why}")
         return result
+
+    def _is_silent(self, attempt: int, launcher: int) -> bool:
+        """Whether the heartbeats of an attempt are missed. Before its ranks are started it has none."""
+        beat = read_heartbeat(self.folder)
+        return beat is not None and (beat.attempt, beat.pid) == (attempt, launcher) and beat.is_missed()
 
     def _process_for_devices(self) -> AttemptProcess:
         """The process that makes attempts, started where there is none, or where it would use other devices."""

@@ -7,7 +7,7 @@
 Who writes it is not one of those who can hang: the launcher, or, where somebody else started the ranks, a thread of
 rank 0 beside the training. It is replaced as a whole every `every_seconds`, so a reader never sees half of it. A file
 that is older than MISSED times that is of a writer that is dead or frozen; one that is fresh while `progress_time`
-stands still is of a run that hangs. Torch-free.
+stands still is of a run that hangs. On a full disk the last one stays, and is touched: its writer lives. Torch-free.
 """
 
 import json
@@ -15,7 +15,7 @@ import os
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ def state_in_words(where: str) -> str:
 
 
 def write_heartbeat(run_dir: Path, beat: Heartbeat) -> None:
-    """Replaces the file as a whole. A folder that can't be written costs the heartbeat, never the run."""
+    """Replaces the file as a whole, or touches it where there is no room. A folder that can't be written costs the
+    heartbeat, never the run."""
     name = f".{HEARTBEAT}.{os.getpid()}.tmp"
     try:
         with suppress(FileNotFoundError):
@@ -96,18 +97,26 @@ def write_heartbeat(run_dir: Path, beat: Heartbeat) -> None:
             file.write(json.dumps(asdict(beat), allow_nan=False) + "\n")
         os.replace(run_dir / name, run_dir / HEARTBEAT)
     except OSError:
-        # who probes sees that it is old: what is wrong with the disk is said where something is lost by it
+        # what is wrong with the disk is said where something is lost by it
         with suppress(OSError):
             os.unlink(run_dir / name)
+        # a new time needs no room: nobody takes a run on a full disk for one that is frozen
+        with suppress(OSError):
+            os.utime(run_dir / HEARTBEAT, (beat.time, beat.time), follow_symlinks=False)
 
 
 def read_heartbeat(run_dir: Path) -> Heartbeat | None:
-    """The newest; None where there is none, or one that is not of this format."""
+    """The newest; None where there is none, or one that is not of this format. Its `time` is that of the file where
+    that is later, as it is on a full disk."""
     try:
+        touched = os.stat(run_dir / HEARTBEAT, follow_symlinks=False).st_mtime
         raw = json.loads(read_inside(run_dir, HEARTBEAT, limit=_LIMIT))
     except (OSError, ValueError, RecursionError):
         return None
-    return _heartbeat_of(raw)
+    beat = _heartbeat_of(raw)
+    if beat is None:
+        return None
+    return replace(beat, time=max(beat.time, touched))
 
 
 _KINDS: dict[str, tuple[type, ...]] = {

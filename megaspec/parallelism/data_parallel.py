@@ -40,7 +40,7 @@ from megaspec.nn.range_names import OPTIMIZER
 from megaspec.nn.ranges import marked
 from megaspec.nn.transfer import Side
 from megaspec.parallelism.bucket import Bucket, ShardGroup
-from megaspec.parallelism.flat import divide
+from megaspec.parallelism.flat import divide, together
 from megaspec.parallelism.fp8_gather import Fp8Gather
 from megaspec.parallelism.gathers import Gathers
 from megaspec.parallelism.mesh import Mesh
@@ -257,11 +257,11 @@ class DataParallel:
             if not first.is_trained and not self._shards_weights:
                 shard_group = shard_group.whole()
             shapes = {name: tuple(self.parameters[name].shape) for name in names}
-            bucket = Bucket(
-                divide(shapes, shards=shard_group.shards), shard_group, chunk=chunk, is_trained=first.is_trained
-            )
-            self.buckets.append(bucket)
-            self._bucket_of |= dict.fromkeys(names, bucket)
+            for held_together in together(shapes, shards=shard_group.shards):
+                division = divide({name: shapes[name] for name in held_together}, shards=shard_group.shards)
+                bucket = Bucket(division, shard_group, chunk=chunk, is_trained=first.is_trained)
+                self.buckets.append(bucket)
+                self._bucket_of |= dict.fromkeys(held_together, bucket)
         for units in self._units:
             for one in units:
                 # each once, in the order of the unit's parameters

@@ -1,5 +1,7 @@
 """What holds of the numbers of a run that was stopped and goes on."""
 
+from collections.abc import Sequence
+
 from megaspec.rules.difference import differences
 from megaspec.spec import Spec
 
@@ -15,9 +17,11 @@ def promise(spec: Spec) -> str:
     return "goes on to the bit as if it had never stopped, on the same layout, machine and versions"
 
 
-def promise_of_change(old: Spec, new: Spec) -> str:
-    """Of a run that goes on as `new`."""
-    reordering = [change.key for change in differences(old, new) if _orders_sums(change.key)]
+def promise_of_change(old: Spec, new: Spec, gone: Sequence[str] = ()) -> str:
+    """Of a run that goes on as `new`. `gone`: keys of what its version had and this one does not, whatever `old` says
+    there."""
+    changes = [change.key for change in differences(old, new)]
+    reordering = [key for key in dict.fromkeys((*changes, *gone)) if _orders_sums(key)]
     if not reordering:
         return promise(new)
     changed = reordering[0]

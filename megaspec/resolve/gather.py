@@ -21,6 +21,7 @@ from megaspec.hf.table import family_of, read_model
 from megaspec.recipe import Recipe
 from megaspec.rules.run_facts import Facts, SetFacts, SourceFacts
 from megaspec.spec import Spec
+from megaspec_kernels.gone import without_gone
 
 RUNS = Path("runs")
 
@@ -97,7 +98,7 @@ def _run_source(source: SourceFacts, init: InitSpec) -> SourceFacts:
     else:
         manifest = read_manifest(folder / step_name(init.step), init.step)
     try:
-        spec = Spec.model_validate_json(json.dumps(manifest.spec))
+        spec = Spec.model_validate_json(json.dumps(without_gone(manifest.spec)))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))

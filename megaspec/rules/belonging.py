@@ -24,6 +24,7 @@ from megaspec.rules.difference import Change, differences, experiment_of
 from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 from megaspec.train.trainable import trained_names
+from megaspec_kernels.gone import without_gone
 
 MOST_KEYS = 3
 # Of a value that is told.
@@ -123,7 +124,8 @@ def objections(manifest: Manifest, run: Spec) -> list[str]:
         # It was looked at when it was copied, under the Spec of its own run.
         return []
     try:
-        saved = Spec.model_validate_json(json.dumps(manifest.spec))
+        # what computed it is free to change, and may be gone
+        saved = Spec.model_validate_json(json.dumps(without_gone(manifest.spec)))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, ("spec", *first["loc"])))

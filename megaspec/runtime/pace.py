@@ -8,6 +8,7 @@ by one small collective a window.
 """
 
 import socket
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -19,7 +20,17 @@ from megaspec.checkpoint.comm import Comm
 from megaspec.core import counted
 from megaspec.log.events import Event, PaceMeasured, PhaseOfRanks, SlowRank
 from megaspec.parallelism.mesh import Mesh
-from megaspec.runtime.stragglers import DEVICE, PHASES, SAVE, WINDOW, Stragglers
+from megaspec.runtime.stragglers import (
+    DEVICE,
+    LOOK_BACK,
+    NOISE,
+    PHASES,
+    SAVE,
+    STEADY,
+    WINDOW,
+    Stragglers,
+    steady_time,
+)
 
 PACE_EVERY = 50
 """Steps between two events that tell how long ranks take."""
@@ -27,16 +38,22 @@ _SIDE = 2048
 """Of the square matrices, in bf16: 17 GFLOP a product, some 30 us on an H100, and 8 MB."""
 _PRODUCTS = 8
 _MISSING = -1.0
+_COLUMNS = (*PHASES, STEADY, NOISE)
+"""Of the table that is gathered."""
 
 
 @dataclass
 class Pace:
-    """Of one rank: takes each step's phases, and at the end of a window all ranks' medians. All ranks call it alike."""
+    """Of one rank: takes each step's phases, and at the end of a window what they came to on all ranks. All ranks call
+    it alike."""
 
     mesh: Mesh
     comm: Comm
     device: torch.device
     _steps: dict[str, list[float]] = field(default_factory=dict)
+    """Of this window, by phase."""
+    _last: deque[float] = field(default_factory=lambda: deque(maxlen=LOOK_BACK))
+    """What the last steps took in all their phases."""
     _stragglers: Stragglers = field(init=False)
     _pending: tuple[int, Tensor] | None = None
     """Step and rows of a window that a GPU may still be gathering."""
@@ -53,7 +70,8 @@ class Pace:
         self._stragglers = Stragglers([range(stage * size, (stage + 1) * size) for stage in range(stages)])
 
     def add(self, phases: Mapping[str, float]) -> None:
-        """This rank's own seconds of a step."""
+        """This rank's own seconds of a step, in each of its phases."""
+        self._last.append(sum(phases.values()))
         for phase, seconds in phases.items():
             self._steps.setdefault(phase, []).append(seconds)
 
@@ -78,8 +96,10 @@ class Pace:
         for phase in PHASES:
             seconds = self._steps.get(phase, [])
             mine.append(median(seconds) if seconds else _MISSING)
+        steady = steady_time(tuple(self._last))
+        mine += [steady.get(STEADY, _MISSING), steady.get(NOISE, _MISSING)]
         if self.device.type == "cuda":
-            mine[PHASES.index(DEVICE)] = self._probe()
+            mine[_COLUMNS.index(DEVICE)] = self._probe()
         self._steps.clear()
         table = self._gather(mine)
         if self.device.type == "cuda":
@@ -92,7 +112,7 @@ class Pace:
             self._copied.synchronize()
         table = []
         for values in rows.tolist():
-            table.append({phase: value for phase, value in zip(PHASES, values, strict=True) if value >= 0})
+            table.append({phase: value for phase, value in zip(_COLUMNS, values, strict=True) if value >= 0})
         found: list[Event] = []
         for slow in self._stragglers.add(table):
             where = self._where[slow.rank]
@@ -113,7 +133,7 @@ class Pace:
         return found
 
     def _gather(self, mine: Sequence[float]) -> Tensor:
-        """Starts to gather the rows of all ranks. -> float64 [ranks, phases] on the CPU, there once `_copied` is."""
+        """Starts to gather the rows of all ranks. -> float64 [ranks, columns] on the CPU, there once `_copied` is."""
         row = torch.tensor(mine, dtype=torch.float64)
         if self.device.type == "cuda":
             row = row.pin_memory().to(self.device, non_blocking=True)

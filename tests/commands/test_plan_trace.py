@@ -27,6 +27,15 @@ def test_tables(capsys):
     assert "DIFFERENT" not in out
 
 
+def test_widths_that_share_no_factors(capsys):
+    """In one buffer a shard of a layer would be a multiple of 509 · 1,021 · 256 elements, a gigabyte in all."""
+    words = ["recipe=llama3_8b", "hardware=H200", "gpus=2", "model.n_layers=2", "parallelism=default"]
+    words += ["parallelism.dp_shard=2", "parallelism.dp_strategy=fsdp", "train.global_batch=2"]
+    widths = ["model.d_model=509", "model.d_ffn=1021", "model.n_heads=4", "model.n_kv_heads=4", "model.d_head=64"]
+    assert main(["plan", *words, *widths, "--trace", "--ranks", "0"]) == 0
+    assert "plan and trace agree" in capsys.readouterr().out
+
+
 def test_json_of_chosen_ranks(capsys):
     assert main(["plan", *WORDS, "--trace", "--ranks", "2", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)

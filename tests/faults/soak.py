@@ -35,6 +35,7 @@ FAULTS = (
     "kill the server",
     "stop a rank",
     "stop the launcher",
+    "stop the server",
     "full disk",
     "damaged checkpoint",
     "flipped bit",
@@ -223,6 +224,8 @@ class Disturbed:
                 ranks[rank].send_signal(signal.SIGSTOP)
             case "stop the launcher":
                 launcher.send_signal(signal.SIGSTOP)
+            case "stop the server":
+                server.send_signal(signal.SIGSTOP)
             case "full disk":
                 for one in ranks:
                     _, hard = resource.prlimit(one.pid, resource.RLIMIT_FSIZE)

@@ -1,6 +1,7 @@
 """A supervisor whose ranks fail as a plan says: `python -P supervised.py RUN`; and what tests ask of such runs.
 
-The plan stands beside the run, in plan.json: attempt -> a fault, see `supervised_entry.py`.
+The plan stands beside the run, in plan.json: attempt -> a fault, see `supervised_entry.py`. `supervisor` of it:
+{"look_seconds": between two looks at the launcher, "sees_no_stops": the kernel does not say that one was stopped}.
 """
 
 import json
@@ -63,8 +64,13 @@ if __name__ == "__main__":
     from megaspec.compose.compose import recompose
     from megaspec.core.errors import MegaspecError
     from megaspec.run_folder import read_run
+    from megaspec_launchers import attempt_process
 
     folder = Path(sys.argv[1])
+    plan = json.loads((folder.parent / "plan.json").read_text()).get("supervisor", {})
+    attempt_process.LOOK_SECONDS = plan.get("look_seconds", attempt_process.LOOK_SECONDS)
+    if plan.get("sees_no_stops"):
+        attempt_process._is_stuck = lambda process: False
     composed = recompose(read_run(folder).recipe, "recipe.json", sys.argv[2:])
 
     def prepare(target, option):

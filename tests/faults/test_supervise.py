@@ -168,6 +168,61 @@ def test_nothing_outlives_a_killed_supervisor_and_a_request_to_stop_is_saved(tmp
     assert attempts[1].end.saved == attempts[1].end.step == newest_step(run) == read_exit(run).step
 
 
+def stop_each(run, supervisor, kinds):
+    """Sends SIGSTOP to the launcher, to the process that forks ranks, or to all four, each time that the run has got
+    on. -> all that were there."""
+    seen = []
+    for kind in kinds:
+        saved = newest_step(run)
+        # a start takes many seconds where others work on the same cores
+        wait_until(lambda saved=saved: newest_step(run) > saved, seconds=150)
+        below = family(supervisor.pid)
+        assert len(below) == 4
+        launcher, server, *_ = below
+        for pid in {"launcher": [launcher], "server": [server], "all": below}[kind]:
+            os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda below=below: all(is_gone(pid) for pid in below))
+        seen += below
+    return seen
+
+
+@pytest.mark.parametrize("kinds", [("server",), pytest.param(("launcher", "all"), marks=pytest.mark.slow)], ids=str)
+def test_processes_that_are_stopped_are_replaced(kinds, tmp_path, factory):
+    """Each SIGSTOP ends its attempt with 74, nothing of it is left, and the run comes to the same numbers."""
+    asked = a_recipe(steps=30)
+    run = make_run(tmp_path / "run", asked)
+    every = {"pause": 0.1, "flips": str(tmp_path)}
+    plan_faults(run, {"every": every, "supervisor": {"look_seconds": 0.1}})
+    with supervised(run) as supervisor:
+        seen = stop_each(run, supervisor, kinds)
+        _, said = supervisor.communicate(timeout=150)
+    assert supervisor.returncode == 0, said
+    ends = [attempt.end for attempt in read_attempts(run)]
+    assert [end.code for end in ends] == [*[74] * len(kinds), 0], said
+    for end in ends[:-1]:
+        assert end.reason == "the launcher, or the process that it forks ranks from, was stopped (SIGSTOP)"
+    assert all(is_gone(pid) for pid in seen)
+    assert_same_course(run, undisturbed_run(tmp_path, factory, asked, 2), within=1e-12)
+
+
+@pytest.mark.slow
+def test_a_launcher_whose_heartbeat_is_missed_is_replaced(tmp_path, factory):
+    """Of one that does nothing any more the kernel may say that it runs: here it is not asked."""
+    asked = a_recipe(steps=30, timeout_seconds=2.0)
+    run = make_run(tmp_path / "run", asked)
+    every = {"pause": 0.1, "flips": str(tmp_path)}
+    plan_faults(run, {"every": every, "supervisor": {"look_seconds": 0.1, "sees_no_stops": True}})
+    with supervised(run) as supervisor:
+        seen = stop_each(run, supervisor, ["all"])
+        _, said = supervisor.communicate(timeout=150)
+    assert supervisor.returncode == 0, said
+    ends = [attempt.end for attempt in read_attempts(run)]
+    assert [end.code for end in ends] == [74, 0], said
+    assert ends[0].reason == "the launcher was silent: it wrote no heartbeat, and looked after no rank"
+    assert all(is_gone(pid) for pid in seen)
+    assert_same_course(run, undisturbed_run(tmp_path, factory, asked, 2), within=1e-12)
+
+
 @pytest.mark.slow
 def test_four_three_two_and_four_ranks_again(tmp_path, factory, tell):
     asked = a_recipe(ranks=4, layouts=(3, 2), batch=12, steps=60)

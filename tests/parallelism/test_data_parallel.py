@@ -5,6 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def pool() -> Iterator[RankPool]:
 
 
 TWO = Case(dp=2, mask="uneven", kv_heads=2)
+ODD = Case(dp=2, mask="uneven", kv_heads=2, d_model=37, d_head=10)
 TIED = Case(dp=2, accumulate=3, mask="uneven", kv_heads=1, tied=True, pad=8)
 GPT = Case(dp=2, accumulate=3, mask="empty_rank", family="gpt", tied=True, optimizer="sgd")
 SPLIT = Case(tp=2, dp=2, sequence=True, accumulate=3, mask="uneven", kv_heads=1, pad=8)
@@ -138,6 +140,27 @@ def left_behind(rank: int, case: Case) -> list[str]:
 def test_a_model_that_nobody_holds_is_gone(pool: RankPool, strategy: str) -> None:
     for alive in pool.run(left_behind, replace(TIED, strategy=strategy), ranks=2):
         assert alive == []
+
+
+def paddings(rank: int, case: Case) -> list[tuple[int, int]]:
+    """Elements of each bucket without and with padding."""
+    found = []
+    for bucket in built_for(rank, case).data_parallel.buckets:
+        found.append((sum(map(prod, bucket.division.shapes.values())), bucket.division.numel))
+    return found
+
+
+# in its buckets of few parameters zero1 pads no more than is borne
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_widths_that_have_little_in_common_lie_apart(pool: RankPool, strategy: str) -> None:
+    """Of 37, 40 and 48 a shard would be a multiple of 35,520 elements, more than the whole model has. Parity of such
+    models: tests/parity/test_found.py."""
+    usual, _ = pool.run(paddings, replace(TWO, strategy=strategy), ranks=2)
+    apart, on_the_other = pool.run(paddings, replace(ODD, strategy=strategy), ranks=2)
+    assert apart == on_the_other
+    assert len(apart) > len(usual)
+    assert sum(size for size, _ in apart) < 35_520
+    assert sum(padded for _, padded in apart) < 2 * 35_520
 
 
 def shares(rank: int, case: Case) -> dict[str, Any]:

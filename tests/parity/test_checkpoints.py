@@ -231,9 +231,20 @@ OFFLOADED = {
     "half of pp2": {"pp": 2, "also": ON_THE_CPU},
 }
 
+APART = {
+    "one rank": {},
+    "zero2": {"dp": 2, "strategy": "zero2", "accumulate": 2},
+    "fsdp4 pad8": {"dp": 4, "strategy": "fsdp", "pad": 8},
+}
+
 
 def test_states_of_muon(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
     each_into_others(pool, replace(MODEL, optimizer="muon"), MUON, tmp_path, tell, others=BESIDE)
+
+
+def test_widths_that_lie_in_buffers_of_their_own(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
+    model = replace(MODEL, n_layers=2, d_model=37, d_head=10)
+    each_into_others(pool, model, APART, tmp_path, tell)
 
 
 def test_states_on_the_cpu(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
