@@ -183,9 +183,18 @@ def weighted_gradients_in_fp8(
     return written_groups(made, groups, known), grad_weights
 
 
+@torch.library.custom_op("megaspec_tests::rope_forward", mutates_args=())
 def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int) -> tuple[Tensor, Tensor]:
+    """One operation to the compiler, as the kernel is: torch 2.11 traces plain operations in its place as if queries
+    and keys had no gradient."""
     turned = rope_reference.rope(qkv, cos, sin, heads=Heads(queries, keys, size))
-    return turned.q_BTNH, turned.k_BTKH
+    return turned.q_BTNH.clone(), turned.k_BTKH.clone()
+
+
+@rope_forward.register_fake
+def _(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int) -> tuple[Tensor, Tensor]:
+    B, T, _ = qkv.shape
+    return qkv.new_empty(B, T, queries, size), qkv.new_empty(B, T, keys, size)
 
 
 def rope_backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
