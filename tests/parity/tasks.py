@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor_config
 
 from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.verify.parity import Gathered, Trajectory, run_steps
@@ -23,13 +24,16 @@ def train(
     spec = spec_of(case, device=device)
     # what cases before this one have compiled counts towards the limit behind which torch compiles nothing more
     torch._dynamo.reset()
-    trajectory = run_steps(
-        spec,
-        mesh=mesh_of(spec, rank=rank, device=where),
-        batches=batches_of(case, empty.sequences, steps, places=empty.places),
-        loss_scale=case.scale,
-        round_weights_to=getattr(torch, round_to) if round_to else None,
-    )
+    # On a CPU what is compiled calls torch's operations, in the order and the memory that inductor plans for them: a
+    # compiler takes a second or two for each kernel in C++, and a case has twenty. GPU tests take inductor's own kernels.
+    with inductor_config.patch(fallback_by_default=device == "cpu"):
+        trajectory = run_steps(
+            spec,
+            mesh=mesh_of(spec, rank=rank, device=where),
+            batches=batches_of(case, empty.sequences, steps, places=empty.places),
+            loss_scale=case.scale,
+            round_weights_to=getattr(torch, round_to) if round_to else None,
+        )
     return plain(trajectory) if rank == 0 else None
 
 
