@@ -1,5 +1,6 @@
 """What ranks run in the parity tests."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,15 @@ PARTS = ("gradients", "weights", "routers")
 """Of a trajectory, what holds tensors."""
 
 
+def without_cpp() -> AbstractContextManager[None]:
+    """What is compiled calls torch's operations, in the order and the memory that inductor plans for them.
+
+    On a CPU a compiler takes a second or two for each kernel in C++ that inductor would write, twenty for two layers.
+    tests/nn compiles layers with them, tests/gpu whole models with kernels of a GPU.
+    """
+    return inductor_config.patch(fallback_by_default=True)
+
+
 def train(
     rank: int, case: Case, empty: Empty, steps: int, *, device: str = "cpu", round_to: str | None = None
 ) -> dict[str, Any] | None:
@@ -24,9 +34,7 @@ def train(
     spec = spec_of(case, device=device)
     # what cases before this one have compiled counts towards the limit behind which torch compiles nothing more
     torch._dynamo.reset()
-    # On a CPU what is compiled calls torch's operations, in the order and the memory that inductor plans for them: a
-    # compiler takes a second or two for each kernel in C++, and a case has twenty. GPU tests take inductor's own kernels.
-    with inductor_config.patch(fallback_by_default=device == "cpu"):
+    with without_cpp() if device == "cpu" else nullcontext():
         trajectory = run_steps(
             spec,
             mesh=mesh_of(spec, rank=rank, device=where),
