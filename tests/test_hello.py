@@ -11,6 +11,8 @@ from megaspec.data.indexed import read_lengths
 from megaspec.data.indices import split_bounds
 from megaspec.run_folder import read_run
 
+pytestmark = pytest.mark.usefixtures("warm_launches")
+
 
 def unigram_entropy(prefix: str, split: tuple[float, ...]) -> float:
     """Nats per token of the validation split, for a model that knows how often each token occurs in it."""
