@@ -63,7 +63,7 @@ def check_gradients(model: dict[str, Any], *, compiled: bool = False) -> None:
 
 
 @interpreted
-@settings(max_examples=10, **OPTIONS)
+@settings(max_examples=6, **OPTIONS)
 @given(model=decoders())
 def test_random_decoders(model: dict[str, Any]) -> None:
     check_gradients(model)
