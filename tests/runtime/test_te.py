@@ -29,7 +29,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 def learned(recipe: str, *, te: bool, compile: str = "none") -> list[float]:
     precision = {"kind": "bf16"} if recipe == "bf16" else fp8(recipe)
     others = TE if te else None
-    return losses(precision, compile=compile, fast=False, steps=4, device="cpu", others=others)
+    return losses(precision, compile=compile, fast=False, steps=4, device="cpu", others=others, length=128)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed", "blockwise"])
