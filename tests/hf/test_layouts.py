@@ -82,7 +82,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
     # chunks, weights on the experts' inputs, norms behind the rope, a temperature
     "llama4": (TP, CP, EP),
 }
-CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
+# By default a family is cut in every second way, the next one in the others: tests/parity cuts parts in all of them.
+CASES = [
+    pytest.param(name, layout, marks=[pytest.mark.slow] * ((number + turn) % 2 and len(layouts) > 1))
+    for number, (name, layouts) in enumerate(LAYOUTS.items())
+    for turn, layout in enumerate(layouts)
+]
 
 
 def said(layout: Any) -> str:
