@@ -1,4 +1,4 @@
-"""A quarter of the corpus that ships with Python, for tests that need real text and not all of it."""
+"""A third of the corpus that ships with Python, for tests that need real text and not all of it."""
 
 import pytest
 
@@ -6,6 +6,6 @@ from megaspec.data import python_corpus
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
-    """`megaspec data prepare python`, run in this process, takes every fourth unit: some of each kind."""
-    quarter = python_corpus.units()[::4]
-    patch.setattr(python_corpus, "units", lambda: quarter)
+    """`megaspec data prepare python`, run in this process, takes every third unit: some of each kind."""
+    third = python_corpus.units()[::3]
+    patch.setattr(python_corpus, "units", lambda: third)
