@@ -32,6 +32,7 @@ LAYOUTS = [
     Case(dp=2, strategy="fsdp", accumulate=2, mask="uneven"),
     Case(pp=2, schedule="zb_h1", accumulate=3, mask="uneven"),
 ]
+SLOW = pytest.mark.slow
 OTHERS = [
     Case(tp=4, sequence=True, precision="fp8 tensorwise", family="gpt", tied=True, accumulate=2),
     Case(tp=2, dp=2, sequence=True, strategy="fsdp", precision="fp8 rowwise", accumulate=3, documents=True),
@@ -47,7 +48,8 @@ OTHERS = [
     Case(tp=2, sequence=True, precision="fp8 tensorwise", also=(("parallelism.recompute.kind", "selective"),)),
     # what is gathered as bytes: compiled, deferred, beside what is frozen
     Case(tp=2, sequence=True, precision="fp8 delayed", compile="block", accumulate=2),
-    Case(tp=2, sequence=True, precision="fp8 rowwise", compile="block", family="gpt"),
+    # layers of that recipe are compiled in tests/nn, what they gather is looked at in tests/parallelism
+    pytest.param(Case(tp=2, sequence=True, precision="fp8 rowwise", compile="block", family="gpt"), marks=SLOW),
     Case(tp=2, pp=2, sequence=True, schedule="zb_h1", precision="fp8 tensorwise", accumulate=4),
     Case(tp=2, sequence=True, precision="fp8 tensorwise", n_layers=4, trainable="upper", mask="uneven"),
     Case(tp=2, sequence=True, precision="fp8 rowwise", trainable="norms"),
