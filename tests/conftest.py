@@ -1,6 +1,8 @@
 """Lines that tests have to say: they stand together at the end, whichever worker ran the test."""
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -30,6 +32,10 @@ def gpu_pool() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def _warm_process() -> Iterator[RankFactory]:
     with RankFactory((*PRELOADED, launch.__kwdefaults__["entry"].partition(":")[0])) as made:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("CUDA_VISIBLE_DEVICES", "")
+            environment.delenv("RANK", raising=False)
+            made.open()
         yield made
 
 
@@ -37,13 +43,14 @@ def _warm_process() -> Iterator[RankFactory]:
 def warm_launches(_warm_process: RankFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that are run in this process take their ranks from one process, instead of loading torch for each.
 
-    Ranks then have the environment that the first of these tests had: for tests that set nothing but a CPU's.
+    For tests that set nothing in the environment: ranks have that of the session, without GPUs.
     """
     # a second of imports, which few tests need
-    from megaspec.commands import bench_step, evaluate, generate, starting
+    from megaspec.commands import bench_step, evaluate, generate, starting, verify
 
     for command in (bench_step, evaluate, generate, starting):
         monkeypatch.setattr(command, "launch", partial(launch, factory=_warm_process))
+    monkeypatch.setattr(verify, "RankFactory", lambda *_, **__: nullcontext(_warm_process))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -53,3 +60,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("what tests say")
         for line in lines:
             terminalreporter.line(line)
+
+
+def pytest_collection_finish() -> None:
+    """Fourteen thousand collected tests stay: no collection of garbage looks at them again."""
+    gc.collect()
+    gc.freeze()

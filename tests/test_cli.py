@@ -231,6 +231,7 @@ def test_a_run_whose_ranks_hung_is_told_how_it_goes_on(monkeypatch, capfd):
     assert "no good checkpoint is left; megaspec checkpoint verify runs/hung says why" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_a_run_trains_goes_on_and_forks(capfd):
     assert main(["train", *TINY, "name=one"]) == 0
     folder = Path("runs/one")
@@ -264,6 +265,7 @@ def test_a_run_trains_goes_on_and_forks(capfd):
     assert read_run(folder).spec.optim.lr == 3e-3
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_a_finished_run_is_answered_at_once(capfd, monkeypatch):
     assert main(["train", *tiny("train.steps=1")]) == 0
     folder = Path("runs/hello")
@@ -297,6 +299,7 @@ def test_a_finished_run_is_answered_at_once(capfd, monkeypatch):
     assert started == ["runs/hello-2", "runs/hello", "runs/hello"]
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_a_new_run_never_takes_a_folder_that_is_used(capfd):
     Path("runs/hello").mkdir(parents=True)
     Path("runs/hello/notes.txt").write_text("mine")
@@ -307,6 +310,7 @@ def test_a_new_run_never_takes_a_folder_that_is_used(capfd):
     assert sorted(p.name for p in Path("runs/hello").iterdir()) == ["notes.txt"]
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_resume_auto_starts_a_run_that_is_not_there_or_was_never_finished():
     unfinished = Path("runs/one")
     (unfinished / "lock").mkdir(parents=True)

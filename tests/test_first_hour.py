@@ -10,9 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from megaspec.cli import main
 from tests.test_readme import ENVIRONMENT, FIRST_HOUR, ROOT, Command, assert_shown
 
-MAKE_TRAIN = ("data.seq_len=16", "train.steps=2", "train.eval_every=0", "optim.schedule.warmup_steps=1")
+MAKE_TRAIN = (
+    "data.split=[1,0,0]",
+    "data.seq_len=16",
+    "train.steps=2",
+    "train.eval_every=0",
+    "optim.schedule.warmup_steps=1",
+    "launcher.ranks=1",
+    "log.console=quiet",
+)
 
 
 def steps(page: Path) -> Iterator[Command]:
@@ -29,7 +38,7 @@ def steps(page: Path) -> Iterator[Command]:
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Path:
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_launches: None) -> Path:
     """A folder as `make train` leaves it, with less text and fewer steps: .venv, data/hello, runs/hello."""
     programs = tmp_path / ".venv/bin"
     programs.mkdir(parents=True)
@@ -39,13 +48,11 @@ def clone(tmp_path: Path) -> Path:
     (programs / "python").symlink_to(sys.executable)
     (programs / "activate").write_text(f'export PATH="{programs}:$PATH"\n')
     (tmp_path / "hello.txt").write_text((ROOT / "README.md").read_text() * 2)
-    hello = " ".join(MAKE_TRAIN)
-    made = shell(
-        tmp_path,
-        "mkdir data; . .venv/bin/activate; megaspec data prepare hello.txt --out data/hello --tokenizer byte\n"
-        f"megaspec train recipe=hello data.split=[1,0,0] launcher.ranks=1 {hello}",
-    )
-    assert made.returncode == 0, made.stdout
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["data", "prepare", "hello.txt", "--out", "data/hello", "--tokenizer", "byte"]) == 0
+    assert main(["train", "recipe=hello", *MAKE_TRAIN]) == 0
     return tmp_path
 
 

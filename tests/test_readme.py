@@ -28,6 +28,7 @@ from megaspec.recipe import SECTIONS
 from megaspec.sweep.words import read_words
 from tests.benchmarks import tables
 from tests.hf.folders import small_folder
+from tests.short_corpus import shorten
 from tests.test_sources import tracked
 
 ROOT = Path(__file__).parents[1]
@@ -136,6 +137,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        shorten(patch)
         assert main(["data", "prepare", "python", "--out", "data/hello", "--tokenizer", "byte"]) == 0
     return folder / "data"
 
@@ -161,6 +163,7 @@ def workplace(corpus: Path, models: Path, tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": tables.README.read_text()}) + "\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "The ", "id": 7}\n{"prompt": "A list"}\n')
     monkeypatch.chdir(tmp_path)
+    shorten(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "80")
@@ -170,7 +173,8 @@ def workplace(corpus: Path, models: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("page", READMES, ids=label)
 def test_commands_run_and_print_what_is_shown(page, workplace, warm_launches, capfd):
-    for command in commands(page):
+    # a line that a page shows again does what it did
+    for command in dict.fromkeys(commands(page)):
         if command.is_parsed_only:
             hold_parsed(command)
             continue

@@ -44,10 +44,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Import, and say what came of it. Raises CheckpointError, RecipeError, WriteError; nothing is left then."""
-    # torch, only where it is needed
-    from megaspec.hf.weights import HfWeights
-    from megaspec.weights_run import write_weights_run
-
     # before anything is downloaded
     refuse_existing(args.out)
     given = local_folder(args.folder, revision=args.revision, with_weights=True)
@@ -55,6 +51,11 @@ def run(args: argparse.Namespace) -> int:
         model = read_model(folder.config, f"{folder.path / CONFIG}")
         family = family_of(folder.config, f"{folder.path / CONFIG}")
         table = weight_table(model.facts, family.names(model))
+
+        # torch, only where it is needed: what is wrong with a name or a configuration is told at once
+        from megaspec.hf.weights import HfWeights
+        from megaspec.weights_run import write_weights_run
+
         weights = HfWeights(folder, table)
         left_out = Counter(because for name in folder.tensors if (because := table.why_ignored(name)))
         companions = read_companions(folder.path)

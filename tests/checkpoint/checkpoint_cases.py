@@ -1,15 +1,18 @@
 """Small checkpoints whose every value follows from (step, salt), ranks that are threads, and rank processes."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from megaspec.checkpoint.comm import Comm, SoloComm
+from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import Store
@@ -106,3 +109,20 @@ def no_rank_failed(results: list[Any]) -> list[Any]:
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+@contextmanager
+def counters_read() -> Iterator[list[bytes]]:
+    """What is read of locks' counters while entered: who asks for a lock waits for nothing but for one to move."""
+    seen: list[bytes] = []
+    read = RunLock._read
+
+    def reading(lock: RunLock, name: str) -> bytes:
+        found = read(lock, name)
+        if name.endswith(".beat"):
+            seen.append(found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunLock, "_read", reading)
+        yield seen

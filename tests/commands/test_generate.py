@@ -127,6 +127,7 @@ def test_a_tokenizer_puts_its_own_first_token_in_front(folders: dict[str, Path],
     assert lines_of(capfd, run, *asked[1:])[0]["text"] == text
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_ranks_write_what_one_process_does(folders: dict[str, Path], tmp_path: Path, capfd: Any) -> None:
     asked = (f"hf:{folders['qwen3 with experts']}", PROMPT, "dog", "--tokens", 8, "--top-p", 0.9, "--seed", 3)
     alone = lines_of(capfd, *asked)

@@ -138,8 +138,8 @@ def test_what_a_file_says_of_stages_leaves_layouts_without_them(pipeline, tmp_pa
 @pytest.mark.parametrize("recipe", ["llama3_1_405b", "qwen3_30b_a3b", "mixtral_8x7b"])
 def test_what_is_written_can_be_planned(recipe, tmp_path, capsys):
     """Settings of a file that go with another choice, such as what is recomputed, go with it."""
-    gpus = {"llama3_1_405b": 256}.get(recipe, 16)
-    own = (f"recipe={recipe}", "hardware=H200", f"gpus={gpus}", "train.micro_batch=1", "parallelism.cp=1")
+    size = {"llama3_1_405b": ("gpus=256", "parallelism.tp=8")}.get(recipe, ("gpus=16",))
+    own = (f"recipe={recipe}", "hardware=H200", *size, "train.micro_batch=1", "parallelism.cp=1")
     out = tmp_path / "recipes" / "mine.yaml"
     assert main(["tune", *own, "--json", "--top", "3", "--out", str(out)]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -48,6 +48,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, patch: Patch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
+@pytest.mark.usefixtures("warm_launches")
 @pytest.mark.parametrize(
     "words",
     [
@@ -64,6 +65,7 @@ def test_a_layout_is_equal(capsys, words):
     assert "gradient norm at step" in out
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_json_is_one_line_that_says_everything(capsys):
     words = ["recipe=hello", "gpus=2", "parallelism=dp", "optim=sgd", "optim.lr=0.1", "--steps", "2", "--json"]
     assert main(["verify", *words]) == 0

@@ -12,6 +12,7 @@ import psutil
 
 from megaspec.checkpoint.writer_process import WriterProcess
 from megaspec.core import faults
+from megaspec.launcher import stop
 from megaspec.log.events import Event
 from megaspec.log.sinks import SERVICES
 from megaspec.log.spec import WandbSpec
@@ -25,8 +26,8 @@ def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keyw
 
     after   kill -9 after `seconds`
     point   kill -9 at the `count`-th time at `point`
-    mark    at that time (or at once, for the point "warm-up") make the file `mark` and wait a moment, so that a signal
-            that its appearance triggers comes while the rank is there
+    mark    at that time (or at once, for the point "warm-up") make the file `mark` and wait for the request to stop
+            that its appearance triggers, so that it comes while the rank is there
     raise   at that time an error that nobody expects
     stop    at that time it is asked to stop
     full    from that time on there is no space left on the disk
@@ -151,7 +152,8 @@ def _sleep(mark: str) -> None:
 def _mark(mark: str) -> None:
     if not os.path.exists(mark):
         Path(mark).touch()
-        time.sleep(0.2)
+        while not stop.stop_requested():
+            time.sleep(0.005)
 
 
 def _take_over(run: Path) -> None:

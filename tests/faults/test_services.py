@@ -1,9 +1,7 @@
 """A service that is slow or hangs while a run is asked to stop: the run is saved in its grace, with exit code 75."""
 
 import json
-import os
 import signal
-import threading
 import time
 
 import pytest
@@ -12,17 +10,10 @@ from megaspec.estimate.target import Target
 from megaspec.log.jsonl import read_metrics
 from megaspec.recipe import Recipe
 from tests.faults.runs import go, make_run, newest, recipe
+from tests.faults.test_stop import sent_when_there
 
 TARGET = Target(cores=2, versions={"wandb": "0.31.0"})
 GRACE = 10.0
-
-
-def ask_to_stop(mark):
-    # a cold start imports torch first
-    end = time.monotonic() + 90
-    while not mark.exists() and time.monotonic() < end:
-        time.sleep(0.005)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def stopped(tmp_path, factory, seconds):
@@ -32,12 +23,10 @@ def stopped(tmp_path, factory, seconds):
     content["launcher"]["grace_seconds"] = GRACE
     run = make_run(tmp_path / "run", Recipe.model_validate_json(json.dumps(content)), target=TARGET)
     mark = tmp_path / "here"
-    sent = threading.Thread(target=ask_to_stop, args=(mark,))
-    sent.start()
     fault = {"rank": 0, "kind": "mark", "mark": str(mark), "point": "step", "count": 6, "service": seconds}
     start = time.monotonic()
-    assert go(run, factory, fault=fault, grace_seconds=GRACE) == 75
-    sent.join()
+    with sent_when_there(mark, signal.SIGTERM):
+        assert go(run, factory, fault=fault, grace_seconds=GRACE) == 75
     assert time.monotonic() - start < 120
     assert newest(run)[0] >= 1
     assert read_metrics(run / "metrics.jsonl")[-1]["how"] == "Preempted"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ WHERE = {
     "publishing": {"point": "before_manifest", "count": 2},
 }
 
-
+# The step behind which a request is answered that came there: an evaluation and a save stand behind a step.
+SAVED = {"warm-up": 1, "step": 6, "evaluation": 9, "save": 7, "publishing": 7}
 # Ctrl-C goes the way of SIGTERM: half of its places
 STOPS = [pytest.param(signal.SIGTERM, where) for where in WHERE] + [
     pytest.param(signal.SIGINT, where, marks=[pytest.mark.slow] * (i % 2)) for i, where in enumerate(WHERE)
@@ -33,25 +35,34 @@ STOPS = [pytest.param(signal.SIGTERM, where) for where in WHERE] + [
 def test_stop(tmp_path, factory, undisturbed, where, number):
     run = make_run(tmp_path / "run", recipe())
     mark = tmp_path / "here"
-    sent = threading.Thread(target=send_when_there, args=(mark, number))
-    sent.start()
-    start = time.monotonic()
-    code = go(run, factory, fault={"rank": 0, "kind": "mark", "mark": str(mark), **WHERE[where]})
-    sent.join()
+    with sent_when_there(mark, number):
+        code = go(run, factory, fault={"rank": 0, "kind": "mark", "mark": str(mark), **WHERE[where]})
     assert code == 75
-    assert time.monotonic() - start < 15
     step, _, _ = newest(run)
-    assert 1 <= step < undisturbed[2].step
+    assert step == SAVED[where]
     assert read_metrics(run / "metrics.jsonl")[-1]["how"] == "Preempted"
     assert go(run, factory) == 0
     assert_same(run, undisturbed[2])
 
 
-def send_when_there(mark, number):
-    end = time.monotonic() + 15
-    while not mark.exists() and time.monotonic() < end:
-        time.sleep(0.005)
-    os.kill(os.getpid(), number)
+@contextmanager
+def sent_when_there(mark, number):
+    """While entered, this process gets a signal once the file is there."""
+    over = threading.Event()
+
+    def wait():
+        while not over.wait(0.005):
+            if mark.exists():
+                os.kill(os.getpid(), number)
+                return
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_stop_at_every_step(tmp_path, factory, undisturbed):
@@ -60,10 +71,8 @@ def test_stop_at_every_step(tmp_path, factory, undisturbed):
     stops = 0
     while True:
         mark = tmp_path / f"here-{stops}"
-        sent = threading.Thread(target=send_when_there, args=(mark, signal.SIGTERM))
-        sent.start()
-        code = go(run, factory, fault={"rank": 1, "kind": "mark", "mark": str(mark), "point": "warm-up"})
-        sent.join()
+        with sent_when_there(mark, signal.SIGTERM):
+            code = go(run, factory, fault={"rank": 1, "kind": "mark", "mark": str(mark), "point": "warm-up"})
         assert code == 75
         stops += 1
         if newest(run)[0] == undisturbed[2].step:
@@ -89,7 +98,7 @@ def test_the_command_line_returns_75(tmp_path, number):
     try:
         wait_for_step(run, job)
         os.killpg(job.pid, number)
-        _, said = job.communicate(timeout=30)
+        _, said = job.communicate()
     finally:
         job.kill()
         job.wait()
@@ -100,9 +109,8 @@ def test_the_command_line_returns_75(tmp_path, number):
 
 
 def wait_for_step(run, job):
+    """Until the run has made a step, or its job has ended, which it may not."""
     metrics = run / "metrics.jsonl"
-    end = time.monotonic() + 60
     while not (metrics.exists() and '"event": "step"' in metrics.read_text()):
         assert job.poll() is None, job.stderr.read()
-        assert time.monotonic() < end, "no step was made"
         time.sleep(0.02)

@@ -8,7 +8,7 @@ from tests.conftest import Tell
 from tests.parity.cases import Case
 from tests.parity.checks import check, check_low, failures
 from tests.parity.tasks import truth_of
-from tests.parity.test_fp8 import STEPS, writing
+from tests.parity.test_fp8 import steps_of, writing
 from tests.ranks import RankPool, needs_gpus
 
 pytestmark = pytest.mark.gpu
@@ -89,6 +89,6 @@ def test_fp8_that_is_written_is_what_one_gpu_quantises(gpu_pool: RankPool, case:
     """By plain operations in fp64, so that nothing but the grid rounds."""
     needs_gpus(case.ranks)
     found = writing(gpu_pool, case, device="cuda")
-    findings = compare(found, truth_of(case, steps=STEPS, device="cuda"), TOLERANCES["fp64"])
+    findings = compare(found, truth_of(case, steps=steps_of(case), device="cuda"), TOLERANCES["fp64"])
     tell(f"{case}: {findings[0]}")
     assert all(one.passed for one in findings), failures(findings)

@@ -38,12 +38,15 @@ def losses(
     rank: int = 0,
     others: dict[str, str] | None = None,
     recompute: dict[str, Any] | None = None,
+    length: int = TOKENS,
 ) -> list[float]:
-    """Of a model that learns the same few sequences by heart. `product`: another one than `auto` takes. `others`:
-    implementations of other operations. With `tp` sequences are divided, too."""
+    """Of a model that learns the same few sequences by heart, of `length` tokens.
+
+    `product`: another one than `auto` takes. `others`: implementations of other operations. With `tp` sequences are
+    divided, too."""
     model = FAMILIES["llama"] | {
         "n_layers": 4, "d_model": 256, "n_heads": 4, "n_kv_heads": 4, "d_head": 64, "d_ffn": 512, "vocab_size": VOCAB,
-        "max_seq_len": TOKENS, "init_std": 0.05,
+        "max_seq_len": length, "init_std": 0.05,
         "moe": moe,
     }  # fmt: skip
     kernels = {"attention": "sdpa", "cross_entropy": "chunked", "grouped": "reference", "compile": compile}
@@ -65,7 +68,7 @@ def losses(
             "recompute": recompute or {"kind": "none"},
         },
         "precision": precision,
-        "data": {"kind": "synthetic", "vocab_size": VOCAB, "seq_len": TOKENS, "seed": 1},
+        "data": {"kind": "synthetic", "vocab_size": VOCAB, "seq_len": length, "seed": 1},
         "optim": {"kind": "adamw", "lr": 3e-3, "schedule": {"decay_steps": 20}, "weight_decay": 0.0},
         "kernels": kernels,
         "train": {"steps": 20, "global_batch": SEQUENCES, "micro_batch": SEQUENCES // 2},
@@ -83,7 +86,7 @@ def losses(
     initialise(built)
     scaler = build_scaler(spec.precision, device=on)
     draw = torch.Generator().manual_seed(3)
-    tokens = torch.randint(VOCAB, (SEQUENCES, TOKENS + 1), generator=draw).to(on)
+    tokens = torch.randint(VOCAB, (SEQUENCES, length + 1), generator=draw).to(on)
     batches = []
     for first in range(0, SEQUENCES, SEQUENCES // 2):
         some = tokens[first : first + SEQUENCES // 2]
@@ -92,7 +95,7 @@ def losses(
                 ids=torch.arange(first, first + len(some), device=on),
                 tokens=some[:, :-1],
                 labels=some[:, 1:],
-                mask=torch.ones(len(some), TOKENS, device=on),
+                mask=torch.ones(len(some), length, device=on),
                 documents=None,
             )
         )

@@ -1,11 +1,6 @@
 """AdamW with narrow states: the reference in fp64 against the formula, the kernel against the reference."""
 
 import os
-import re
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +9,6 @@ from megaspec_kernels.adamw import reference, triton
 from megaspec_kernels.adamw.formats import FORMATS, decoded, hashed, split
 from megaspec_kernels.adamw.reference import Moments, Step
 
-ROOT = Path(__file__).parents[2]
 # Sizes that hurt: one element, less than a block, one more than a block and than a program's part.
 CHUNK = 2 * triton.BLOCK
 SHAPES = ((1,), (3, 5), (63, 33), (triton.BLOCK + 1,), (CHUNK + 1,))
@@ -103,7 +97,7 @@ def whole(weight, kept):
 def test_the_kernel_is_the_reference(states, shapes, device, monkeypatch):
     monkeypatch.setattr(triton, "CHUNK", CHUNK)
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("runs in a process of its own")
+        pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
     slow, fast = (trained(one, shapes, states, device, steps=3) for one in (reference.adamw_, triton.adamw_))
     for i in range(len(shapes)):
         expected, found = (whole(one[0][i], one[1][i]) for one in (slow, fast))
@@ -124,23 +118,6 @@ def test_the_kernel_is_the_reference(states, shapes, device, monkeypatch):
             limit = 1e-6 * a.abs().max() if expected.form is None else 0.0
             assert ((a - b).abs() > limit).to(torch.float32).mean() < 2e-3
             assert torch.isfinite(b).all()
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel for this platform")
-def test_in_the_interpreter():
-    """Triton's interpreter must be chosen at import."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-k", "is_the_reference and cpu", "tests/kernels/test_adamw.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped|failed)", done.stdout)}
-    assert counts.get("passed", 0) == 3 * len(STATES), done.stdout[-500:]
 
 
 @pytest.mark.parametrize("kept", [1, 1000])

@@ -21,6 +21,7 @@ from megaspec.nn.linear import COMPILED
 from megaspec_kernels.norm import triton
 from tests.nn.random_specs import TOKENS, VOCABULARY, decoders
 from tests.nn.test_random_specs import OPTIONS, SEQUENCES, check_kept, model_of
+from tests.parity.tasks import without_cpp
 
 ROOT = Path(__file__).parents[2]
 INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
@@ -62,7 +63,7 @@ def check_gradients(model: dict[str, Any], *, compiled: bool = False) -> None:
 
 
 @interpreted
-@settings(max_examples=10, **OPTIONS)
+@settings(max_examples=6, **OPTIONS)
 @given(model=decoders())
 def test_random_decoders(model: dict[str, Any]) -> None:
     check_gradients(model)
@@ -83,7 +84,8 @@ def test_random_decoders(model: dict[str, Any]) -> None:
 )
 def test_compiled_layers(change: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    check_gradients(LLAMA | change, compiled=True)
+    with without_cpp():
+        check_gradients(LLAMA | change, compiled=True)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel for this platform")

@@ -442,8 +442,12 @@ def _switches() -> list[Case]:
     return [replace(case, shared="gate") if case.ep > 1 else case for case in dressed]
 
 
-def _frozen() -> list[Case]:
-    """What is trained in turns, beside every way in which parameters, their gradients and passes are divided."""
+_TRAINED = ("norms", "head", "upper", "lower", "down", "into")
+
+
+def _frozen(*, beside: int) -> list[Case]:
+    """What is trained in turns, `beside` of it at each way in which parameters, their gradients and passes are
+    divided."""
     ways: list[dict[str, Any]] = [
         {},
         {"tp": 2, "kv_heads": 1},
@@ -463,8 +467,10 @@ def _frozen() -> list[Case]:
         {"dp": 2, "etp": 2, "router": "logit bias", "experts": "bias"},
     ]
     cases = []
-    for way in ways:
-        for trainable in ("norms", "head", "upper", "lower", "down", "into"):
+    for number, way in enumerate(ways):
+        # the next way begins one further on, so that each meets ways of every kind
+        for turn in range(number, number + beside):
+            trainable = _TRAINED[turn % len(_TRAINED)]
             cases.append(Case(n_layers=4, mask="uneven", trainable=trainable, **{"accumulate": 2, **way}))
         if "router" in way:
             cases.append(Case(n_layers=4, trainable="router", **way))
@@ -646,13 +652,14 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "recompute": _recomputes,
     "optimizers": _optimizers,
     "switches": _switches,
-    "frozen": _frozen,
+    "frozen": lambda: _frozen(beside=3),
     "layers": _layers,
     "options": _options,
     "attention": _attentions,
     "experts": _experts,
     "long": lambda: LONG,
     "long too": lambda: LONG_TOO,
+    "all frozen": lambda: _frozen(beside=len(_TRAINED)),
     "all pairs": lambda: dress(_all_pairs()),
     "all triples": lambda: dress(_all_triples()),
     "product": _product,
@@ -662,7 +669,7 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "all dispatches": _all_dispatches,
 }
 SLOW = (
-    "all pairs", "all triples", "product", "long too", "hierarchies", "all schedules", "all contexts",
+    "all frozen", "all pairs", "all triples", "product", "long too", "hierarchies", "all schedules", "all contexts",
     "all dispatches",
 )  # fmt: skip
 DEFAULT = tuple(name for name in SETS if name not in SLOW)

@@ -1,10 +1,12 @@
 """What ranks run in the parity tests."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor_config
 
 from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.verify.parity import Gathered, Trajectory, run_steps
@@ -15,6 +17,15 @@ PARTS = ("gradients", "weights", "routers")
 """Of a trajectory, what holds tensors."""
 
 
+def without_cpp() -> AbstractContextManager[None]:
+    """What is compiled calls torch's operations, in the order and the memory that inductor plans for them.
+
+    On a CPU a compiler takes a second or two for each kernel in C++ that inductor would write, twenty for two layers.
+    tests/nn compiles layers with them, tests/gpu whole models with kernels of a GPU.
+    """
+    return inductor_config.patch(fallback_by_default=True)
+
+
 def train(
     rank: int, case: Case, empty: Empty, steps: int, *, device: str = "cpu", round_to: str | None = None
 ) -> dict[str, Any] | None:
@@ -23,13 +34,14 @@ def train(
     spec = spec_of(case, device=device)
     # what cases before this one have compiled counts towards the limit behind which torch compiles nothing more
     torch._dynamo.reset()
-    trajectory = run_steps(
-        spec,
-        mesh=mesh_of(spec, rank=rank, device=where),
-        batches=batches_of(case, empty.sequences, steps, places=empty.places),
-        loss_scale=case.scale,
-        round_weights_to=getattr(torch, round_to) if round_to else None,
-    )
+    with without_cpp() if device == "cpu" else nullcontext():
+        trajectory = run_steps(
+            spec,
+            mesh=mesh_of(spec, rank=rank, device=where),
+            batches=batches_of(case, empty.sequences, steps, places=empty.places),
+            loss_scale=case.scale,
+            round_weights_to=getattr(torch, round_to) if round_to else None,
+        )
     return plain(trajectory) if rank == 0 else None
 
 

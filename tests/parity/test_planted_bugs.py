@@ -11,7 +11,7 @@ from tests.parity.tasks import run_case, truth_of
 from tests.ranks import RankPool
 from tests.source_patch import check
 
-STEPS = 3
+STEPS = 2
 MARGIN = 100.0
 
 

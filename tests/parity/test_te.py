@@ -13,6 +13,7 @@ from megaspec.verify.parity import TOLERANCES, compare
 from tests.conftest import Tell
 from tests.parity.cases import Case, alone
 from tests.parity.tasks import run_case
+from tests.parity.test_fp8 import steps_of
 from tests.ranks import RankPool
 from tests.source_patch import Patch, check
 
@@ -38,7 +39,6 @@ CASES = [
     Case(tp=2, sequence=True, precision="fp8 blockwise", wide=True, accumulate=2, also=TE),
     Case(tp=2, sequence=True, precision="fp8 delayed", accumulate=2, also=TE),
 ]
-STEPS = 3
 # Planted: what the cases above have to feel.
 BUGS = {
     "amax of a rank's own part": (
@@ -81,8 +81,8 @@ def one_rank(case: Case) -> Case:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layouts_equal_one_rank(ranks: RankPool, case: Case, tell: Tell) -> None:
-    truth = run_case(ranks, one_rank(case), steps=STEPS)
-    findings = compare(run_case(ranks, case, steps=STEPS), truth, TOLERANCES["fp64"])
+    truth = run_case(ranks, one_rank(case), steps=steps_of(case))
+    findings = compare(run_case(ranks, case, steps=steps_of(case)), truth, TOLERANCES["fp64"])
     tell(f"{case}: {findings[0]}")
     assert all(finding.passed for finding in findings), findings
 
@@ -91,9 +91,9 @@ def test_layouts_equal_one_rank(ranks: RankPool, case: Case, tell: Tell) -> None
 def test_planted_bugs_are_caught(ranks: RankPool, name: str, tell: Tell) -> None:
     patch, case = BUGS[name]
     check(patch)
-    truth = run_case(ranks, one_rank(case), steps=STEPS)
+    truth = run_case(ranks, one_rank(case), steps=steps_of(case))
     with RankPool(patches=(IN_ITS_PLACE, patch)) as wrong:
-        findings = compare(run_case(wrong, case, steps=STEPS), truth, TOLERANCES["fp64"])
+        findings = compare(run_case(wrong, case, steps=steps_of(case)), truth, TOLERANCES["fp64"])
     fired = [finding for finding in findings if not finding.passed and finding.tolerance]
     assert fired, f"not caught: {findings[0]}"
     tell(f"{name}: {fired[0]}, margin {fired[0].margin:.0e}")

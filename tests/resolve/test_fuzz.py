@@ -253,7 +253,7 @@ def holds_what_was_set(content: dict[str, Any], settled: Settled) -> None:
 
 
 @given(st.one_of(mutants(), likely(), likely()), st.sampled_from(TARGETS), st.sampled_from((FACTS, NOTHING_KNOWN)))
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 def test_mutated_recipes(content, target, facts):
     check(content, target, facts)
 

@@ -63,6 +63,7 @@ def test_an_evaluation_that_is_cut_is_made_up_for(layout, tmp_path, pool):
     assert second == whole[3:]
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_eval_gives_what_training_said_on_any_layout(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "run", CHANGES)

@@ -4,9 +4,9 @@ import contextlib
 import io
 import json
 import re
+import threading
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megaspec.launcher.rendezvous import FileRendezvous
 from megaspec.parallelism.collectives import all_reduce
+from megaspec.runtime import position as runtime_position
 from megaspec.runtime.position import Position, RanksAtPosition, Watchdog, by_position, in_words, pending_collective
 from megaspec.runtime.rank import RankInfo, tell
 from tests.ranks import RankPool
@@ -52,8 +53,10 @@ def _times_out() -> None:
     raise RuntimeError("Timed out waiting")
 
 
-def late(rank: int, path: str) -> Any:
+def late(rank: int, path: str) -> str:
     """Rank 2 sleeps in micro batch 1 while the others sum something in micro batch 2."""
+    # longer than the pool waits: ranks end by hearing all of the others
+    runtime_position._PATIENCE = 600.0
     store = dist.FileStore(path, 3)
     position = Position(torch.device("cpu"), step=7)
     said = io.StringIO()
@@ -62,7 +65,6 @@ def late(rank: int, path: str) -> Any:
         Watchdog(position, rank=rank, world_size=3, store=store, seconds=60) as watchdog,
     ):
         position.mark(f"forward of micro batch {1 if rank == 2 else 2}, layers.3")
-        started = time.monotonic()
         if rank == 2:
             time.sleep(1.5)
         try:
@@ -74,19 +76,18 @@ def late(rank: int, path: str) -> Any:
             watchdog.tell("a collective failed", error)
         else:
             watchdog.tell("late")
-    return said.getvalue(), time.monotonic() - started
+    return said.getvalue()
 
 
 def test_one_message_names_every_rank(tmp_path) -> None:
     with RankPool() as pool:
         told = pool.run(late, str(tmp_path / "store"), ranks=3)
-    assert [bool(text) for text, _ in told] == [True, False, False]
-    assert max(seconds for _, seconds in told) < 8
-    first, *lines = told[0][0].splitlines()
+    assert [bool(text) for text in told] == [True, False, False]
+    first, *lines = told[0].splitlines()
     assert first == "a collective failed; where every rank stood:"
     place = "ranks 0, 1: step 7, forward of micro batch 2, layers.3"
     collective = r"behind all_reduce number 1 of group \w+"
-    assert any(re.search(rf"{place}, {collective}, in _times_out \(tests/", line) for line in lines), told[0][0]
+    assert any(re.search(rf"{place}, {collective}, in _times_out \(tests/", line) for line in lines), told[0]
     assert any("stack of rank 0, 1:" in line for line in lines)
     assert any("rank 2: step 7, forward of micro batch 1, layers.3" in line for line in lines)
 
@@ -106,11 +107,10 @@ def stuck(rank: int, path: str) -> None:
     position = Position(torch.device("cpu"), step=1)
     with Watchdog(position, rank=rank, world_size=1, store=dist.FileStore(path, 1), seconds=1):
         position.mark("backward of micro batch 0, layers.1")
-        time.sleep(30)
+        threading.Event().wait()
 
 
 def test_a_rank_that_does_not_get_on_is_ended(tmp_path) -> None:
-    started = time.monotonic()
+    # had it not ended by itself, the pool would say that it did not answer
     with RankPool() as pool, pytest.raises(AssertionError, match="rank 0 died"):
         pool.run(stuck, str(tmp_path / "store"), ranks=1)
-    assert time.monotonic() - started < 15

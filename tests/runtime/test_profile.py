@@ -11,6 +11,8 @@ from megaspec.log.jsonl import read_metrics
 from megaspec.nn.range_names import OPTIMIZER, WINDOW
 from megaspec.profiling.kinds import KINDS
 
+pytestmark = pytest.mark.usefixtures("warm_launches")
+
 PROFILE = NAMES[StepsProfiled]
 TINY = (
     "recipe=hello",

@@ -6,7 +6,7 @@ from tests.families import GPT2
 from tests.runtime import lives
 from tests.runtime.specs import SGD, spec
 
-STEPS = 20
+STEPS = 14
 RAMP = {"train.batch_ramp": {"start": 4, "increment": 4, "samples": 40}, "train.global_batch": 12}
 FP16 = {"kind": "fp16", "initial_scale": 2.0**24, "growth_interval": 3, "hysteresis": 2}
 TP, DP = {"parallelism.tp": 2}, {"parallelism.dp_replicate": 2}

@@ -334,6 +334,7 @@ def test_a_plan_says_what_is_taken(changes, told, folder) -> None:
     assert f"those of {folder}" in out.getvalue()
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_a_run_keeps_the_tokenizer_of_its_own_vocabulary(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     small_folder(tmp_path / "model")

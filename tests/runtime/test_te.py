@@ -11,6 +11,7 @@ from megaspec.runtime import build
 from megaspec_kernels import te_package
 from tests.gpu.test_fp8 import fp8, losses
 from tests.kernels.te import Fake, fake_transformer_engine
+from tests.parity.tasks import without_cpp
 from tests.parity.test_te import IN_ITS_PLACE
 from tests.ranks import RankPool
 from tests.runtime import lives
@@ -28,7 +29,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 def learned(recipe: str, *, te: bool, compile: str = "none") -> list[float]:
     precision = {"kind": "bf16"} if recipe == "bf16" else fp8(recipe)
     others = TE if te else None
-    return losses(precision, compile=compile, fast=False, steps=4, device="cpu", others=others)
+    return losses(precision, compile=compile, fast=False, steps=4, device="cpu", others=others, length=128)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed", "blockwise"])
@@ -61,7 +62,8 @@ def test_weights_are_cast_once_an_update(fake: Fake) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_compiled_model_makes_the_same(recipe: str, fake: Fake) -> None:
     plain = learned(recipe, te=True)
-    found = learned(recipe, te=True, compile="block")
+    with without_cpp():
+        found = learned(recipe, te=True, compile="block")
     # what is compiled rounds less often; Adam's first steps make much of it (1 % in step 3 without Transformer Engine)
     assert found[0] == pytest.approx(plain[0], rel=1e-4)
     assert found == pytest.approx(plain, rel=3e-2)

@@ -145,6 +145,7 @@ def make_run_from(folder: Path, source: Path) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_the_losses_are_those_of_the_run(runs, tmp_path, capfd) -> None:
     losses = []
     assert checkpoint("save", runs["dp2"], "--out", tmp_path / "new") == 0

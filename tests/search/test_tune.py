@@ -40,8 +40,11 @@ def grid_of(recipe: str, *overrides: str, gpus: int, hardware: str = "H200", tra
     return Grid(base, target, FACTS, one, throughput_of(one), frozenset(SEARCHED), is_for_training=trainable)
 
 
-def test_every_layout_that_is_found_resolves_fits_and_is_no_slower_than_the_next():
-    grid = grid_of("llama3_70b", "train.global_batch=64", gpus=32)
+@pytest.mark.parametrize(
+    ("recipe", "batch", "gpus"), [("llama3_8b", 32, 8), pytest.param("llama3_70b", 64, 32, marks=pytest.mark.slow)]
+)
+def test_every_layout_that_is_found_resolves_fits_and_is_no_slower_than_the_next(recipe, batch, gpus):
+    grid = grid_of(recipe, f"train.global_batch={batch}", gpus=gpus)
     found = tune(grid)
     assert len(found.best) == 10
     assert len(found.best) <= found.considered
@@ -51,7 +54,7 @@ def test_every_layout_that_is_found_resolves_fits_and_is_no_slower_than_the_next
         assert one.memory.total <= 0.95 * grid.hardware.memory
         spec = resolve(one.recipe, grid.target, FACTS)
         assert spec.parallelism == one.recipe.parallelism
-        assert spec.world_size == 32
+        assert spec.world_size == gpus
         assert one.limit
 
 

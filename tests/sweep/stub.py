@@ -1,6 +1,7 @@
 """Stands in for the run of a point: `python stub.py RUN`. What it does is the recipe's about.purpose.
 
 ok: its steps, at once. slow: fifty steps a second, stopped by SIGTERM. deaf: the same, and SIGTERM changes nothing.
+held: the same, and no step behind the third before there is a file `go` beside the folder of sweeps.
 fail: exit code 76. die: killed. The loss is the learning rate.
 """
 
@@ -28,8 +29,10 @@ with metrics.open("a") as file:
             sys.exit(76)
         if how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how in ("slow", "deaf"):
+        if how in ("slow", "deaf", "held"):
             time.sleep(0.02)
+        while how == "held" and step == 3 and not asked and not (run.resolve().parents[2] / "go").exists():
+            time.sleep(0.01)
         if asked:
             sys.exit(75)
     print(json.dumps({"event": "end", "step": steps, "how": "done"}), file=file)

@@ -138,12 +138,13 @@ def test_a_sweep_stops_at_a_failure_when_it_is_told_to():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_sweep_goes_on_where_it_was(number, capsys):
     sent = send_when(lambda: has_begun(2), number)
-    words = ("data.seed=1,2,3,4", "about.purpose=slow", "sweep.slots=2")
+    words = ("data.seed=1,2,3,4", "about.purpose=held", "sweep.slots=2")
     assert sweep(*words, steps=30) == 75
     sent.join()
     assert sorted(states()) == ["interrupted", "interrupted", "waiting", "waiting"]
     assert SweepFolder(Path("sweeps/s")).head().state == "interrupted"
     assert "goes on with: megaspec sweep resume sweeps/s" in capsys.readouterr().out
+    Path("go").touch()
     assert sweep(*words, steps=30) == 0
     found = lives()
     assert [len(found[n]) for n in (1, 2, 3, 4)] == [2, 2, 1, 1]
@@ -156,21 +157,21 @@ def test_a_stopped_sweep_goes_on_where_it_was(number, capsys):
 def test_a_second_signal_or_the_grace_kills(monkeypatch):
     monkeypatch.setattr(attempt, "MARGIN_SECONDS", 0.2)
     sent = send_when(lambda: has_begun(1))
-    start = time.monotonic()
     words = ("data.seed=1,2", "about.purpose=deaf", "launcher.grace_seconds=0.1")
-    assert sweep(*words, steps=1000) == 75
+    # more steps than a day has time for
+    assert sweep(*words, steps=5_000_000) == 75
     sent.join()
-    assert time.monotonic() - start < 10
     assert states() == ["interrupted", "waiting"]
 
 
 def test_resume_needs_no_recipe_and_changes_only_how(capsys):
     Path("recipes").mkdir()
     Path("recipes/mine.yaml").write_text("defaults: [hello]\noptim: {weight_decay: 0.05}\n")
-    words = ["recipe=mine", *TINY[1:], "data.seed=1,2", "train.steps=30", "about.purpose=slow"]
+    words = ["recipe=mine", *TINY[1:], "data.seed=1,2", "train.steps=30", "about.purpose=held"]
     sent = send_when(lambda: has_begun(1, "m"))
     assert main(["train", *words, "--multirun", "sweep.name=m"]) == 75
     sent.join()
+    Path("go").touch()
     Path("recipes/mine.yaml").write_text("defaults: [hello]\n")
     assert main(["train", *words, "-m", "sweep.name=m"]) == 64
     assert "composed from other settings than now" in capsys.readouterr().err

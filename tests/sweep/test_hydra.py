@@ -81,11 +81,12 @@ def test_a_stopped_sweep_of_the_basic_launcher_goes_on():
 
     thread = threading.Thread(target=stop)
     thread.start()
-    words = ("data.seed=1,2", "about.purpose=slow", "hydra/launcher=basic")
+    words = ("data.seed=1,2", "about.purpose=held", "hydra/launcher=basic")
     assert sweep(*words, steps=40) == 75
     thread.join()
     assert states() == ["interrupted", "waiting"]
     assert SweepFolder(Path("sweeps/s")).head().state == "interrupted"
+    Path("go").touch()
     assert sweep(*words, steps=40) == 0
     assert [len(one) for one in lives().values()] == [2, 1]
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -43,11 +44,31 @@ def life(number: signal.Signals, at: int, *words: str, points: int = 1) -> int:
     exit code."""
     process = subprocess.Popen(command(*words), env=environment(), stdout=subprocess.DEVNULL)
     done: list[int] = []
+    still: dict[Path, list[psutil.Process]] = {}
     while process.poll() is None and (sum(done) < at or sum(map(bool, done)) < points):
         time.sleep(0.02)
-        done = [len(steps_of(f)) for f in Path("sweeps/s").glob("*")]
+        folders = list(Path("sweeps/s").glob("*"))
+        done = [len(steps_of(f)) for f in folders]
+        if points > 1:
+            # nobody is done before the others have begun
+            for folder, steps in zip(folders, done, strict=True):
+                if steps >= at // points and folder not in still:
+                    still[folder] = ranks_of(folder)
+                    for rank in still[folder]:
+                        rank.suspend()
     process.send_signal(number)
-    return process.wait(60)
+    code = process.wait()
+    for rank in chain.from_iterable(still.values()):
+        rank.resume()
+    return code
+
+
+def ranks_of(folder: Path) -> list[psutil.Process]:
+    """Of a point that runs: children of a process that its launcher has started."""
+    for launcher in psutil.process_iter():
+        if is_run_here(launcher) and folder.name in " ".join(launcher.cmdline()):
+            return [child for child in launcher.children(recursive=True) if child.ppid() != launcher.pid]
+    return []
 
 
 def runs_left() -> list[int]:
