@@ -58,22 +58,22 @@ class RemoteFiles:
         wait_seconds: float = FIRST_WAIT_SECONDS,
         shown: str = "",
     ):
-        try:
-            import fsspec
-        except ImportError:
-            raise UsageError(f"{url}: needs the package fsspec; pip install 'megaspec[s3]'") from None
         self.url = url.rstrip("/")
         self.name = name
         self.shown = shown or self.url
         self.error = error
         self._wait_seconds = wait_seconds
         try:
+            import fsspec
+        except ImportError:
+            raise UsageError(f"{self.shown}: needs the package fsspec; pip install 'megaspec[s3]'") from None
+        try:
             # listings change beneath us: other runs, and the copier of this one
             self.fs, self.root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
         except (ImportError, ValueError) as error:
             scheme, _, _ = url.partition("://")
             raise UsageError(
-                f"{url}: {scheme}:// needs a package that is not installed, or is no scheme that fsspec knows "
+                f"{self.shown}: {scheme}:// needs a package that is not installed, or is no scheme that fsspec knows "
                 f"({type(error).__name__}); for s3:// pip install 'megaspec[s3]'"
             ) from None
         self.root = self.root.rstrip("/")

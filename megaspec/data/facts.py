@@ -178,9 +178,14 @@ def _indexed(spec: IndexedSpec, *, key: str, known: Sequence[RemoteData] = ()) -
     tokens = dict.fromkeys(SPLITS, 0)
     samples = dict.fromkeys(SPLITS, 0)
     remote: list[RemoteData] = []
+    wrong = _wrong_urls(spec, key=key)
     digest = hashlib.sha256()
     for number, part in enumerate(spec.blend):
         prefix_key = f"{key}.blend.{number}.prefix"
+        if prefix_key in wrong:
+            # told by a rule as well, and not asked for
+            problems.append(wrong[prefix_key])
+            continue
         try:
             files, record = open_set(part.prefix, key=prefix_key, download_dir=spec.download_dir, known=known)
             manifest = files.manifest
@@ -239,10 +244,19 @@ def _indexed(spec: IndexedSpec, *, key: str, known: Sequence[RemoteData] = ()) -
     )
 
 
+def _wrong_urls(spec: IndexedSpec | StreamSpec, *, key: str) -> dict[str, Problem]:
+    """Where a URL can't be asked for -> why."""
+    found = {}
+    for place in url_places(spec, key=key):
+        if place.wrong:
+            found[place.key] = Problem(place.key, place.wrong, code="data-url")
+    return found
+
+
 def _unreadable(key: str, prefix: str, error: MegaspecError, spec: IndexedSpec, number: int) -> Problem:
     """A data set that is not there, or is no data set, and what to do about it."""
     text = str(error)
-    if not text.startswith(prefix):
+    if not text.startswith(f"{prefix}: "):
         text = f"{prefix}: {text}"
     text = f"{key}={text}"
     if is_url(prefix):
@@ -375,12 +389,16 @@ def _stream(spec: StreamSpec, *, key: str = "data", known: Sequence[RemoteData] 
     remote: list[RemoteData] = []
     text_urls: set[str] = set()
     tokenizer = None
+    wrong = _wrong_urls(spec, key=key)
     for place in url_places(spec, key=key):
+        if place.key in wrong:
+            problems.append(wrong[place.key])
+            continue
         try:
             record, urls = _text_there(place, known)
         except (DataError, UsageError) as error:
             text = str(error)
-            if not text.startswith(place.url):
+            if not text.startswith(f"{place.url}: "):
                 text = f"{place.url}: {text}"
             problems.append(Problem(place.key, f"{place.key}={text}", code="data-files"))
             continue
@@ -414,8 +432,6 @@ def _stream(spec: StreamSpec, *, key: str = "data", known: Sequence[RemoteData] 
 
 def _text_there(place: UrlPlace, known: Sequence[RemoteData]) -> tuple[RemoteData, list[str]]:
     """What lies at a URL of text files, and the URL of each. Raises as `open_set`."""
-    if place.wrong:
-        raise DataError(place.wrong)
     before = record_of(place.url, known)
     if before is not None:
         names = listing_here(folder_here(before, place.download_dir), before)

@@ -123,7 +123,7 @@ def stream_tokenizer(spec: StreamSpec) -> "Tokenizer":
         return ByteTokenizer()
     # what a hub serves may be other on the next start, and ranks may not reach it
     if not Path(spec.tokenizer).exists():
-        text = f"data.tokenizer={spec.tokenizer}: no such file or folder"
+        text = f"data.tokenizer={spec.tokenizer}: no such file or folder here"
         raise DataError(f"{text}; it is byte, a tokenizer.json or a folder with one")
     return load_tokenizer(spec.tokenizer)
 

@@ -109,8 +109,6 @@ def open_set(
     if not is_url(prefix):
         return FilesHere(prefix), None
     place = UrlPlace(key, prefix, False, download_dir)
-    if place.wrong:
-        raise DataError(place.wrong)
     before = record_of(prefix, known)
     if before is not None and is_here(place, before):
         return FilesHere(prefix_here(before, download_dir)), before

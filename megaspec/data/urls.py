@@ -48,13 +48,16 @@ class UrlPlace:
 
     @property
     def wrong(self) -> str:
-        """Why it is not asked for, to be said behind `key=`; "" where it may be."""
+        """Why it is not asked for, without a secret that it may hold; "" where it may be."""
+        example = TOKENS_EXAMPLE
         if self.is_text:
-            return wrong_in_url(self.url, example=TEXT_EXAMPLE)
-        wrong = wrong_in_url(self.url, example=TOKENS_EXAMPLE)
+            example = TEXT_EXAMPLE
+        wrong = wrong_in_url(self.url, example=example)
         _, _, place = self.url.partition("://")
-        if not wrong and "/" not in place.strip("/"):
-            wrong = f"{self.url} must name files in a bucket or folder, without their ending; try {TOKENS_EXAMPLE}"
+        if not wrong and not self.is_text and "/" not in place.strip("/"):
+            wrong = f"{self.url} must name files in a bucket or folder, without their ending; try {example}"
+        if wrong and self.key:
+            return f"{self.key}={wrong}"
         return wrong
 
 
@@ -120,7 +123,7 @@ def text_here(record: RemoteData, download_dir: str) -> Path:
 def split_pattern(url: str) -> tuple[str, str]:
     """A URL's folder without signs of a pattern, and the pattern below it; ("s3://b/web", "") for a plain one."""
     scheme, found, place = url.partition("://")
-    parts = place.strip("/").split("/")
+    parts = place.rstrip("/").split("/")
     for number, part in enumerate(parts):
         if glob.has_magic(part):
             return f"{scheme}{found}{'/'.join(parts[:number])}", "/".join(parts[number:])

@@ -129,7 +129,8 @@ def settle(
             problems += unbuilt_problems(filled, origins)
         else:
             problems += refused(settled.spec((settled.samples(),)))
-    data_problems = located([*facts.problems, *draft.problems], origins)
+    told = {problem.message for problem in problems}
+    data_problems = located([p for p in (*facts.problems, *draft.problems) if p.message not in told], origins)
     if problems:
         raise RecipeError([*problems, *data_problems])
     if data_problems:

@@ -536,6 +536,11 @@ _BATCH = {
         ("data.document_mask=true",),
         "data.document_lengths",
     ),
+    "data-url": Example(
+        ("data.blend=[{prefix: 's3://me:secret@bucket/data/web'}]",),
+        ("data.blend=[{prefix: 's3://bucket/data/web'}]",),
+        "data.blend.0.prefix",
+    ),
     "valid-trained": Example(
         ("data.valid.web={blend: [{prefix: data/hello}]}",),
         ("data.valid.web.split=[969,30,1]",),

@@ -176,6 +176,7 @@ RULES: dict[str, Rule] = {
     "valid-seq": batch_rules.evaluation_lengths_fit,
     "valid-mask": batch_rules.evaluation_masks_as_training,
     "documents-off": batch_rules.lengths_of_documents_need_a_mask,
+    "data-url": batch_rules.no_secret_in_data_urls,
     "valid-trained": batch_rules.evaluation_sets_are_not_trained_on,
     "sample-tokenizer": batch_rules.sampling_has_a_tokenizer,
     "sample-draws": batch_rules.sampling_draws,
