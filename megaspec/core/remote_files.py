@@ -45,8 +45,8 @@ def wrong_in_url(url: str, *, example: str) -> str:
 class RemoteFiles:
     """What lies below a URL. UsageError: the package for its scheme is not installed.
 
-    `name`, in texts before the URL, `shown`, in place of it, and `error`: what is raised when the store does not answer as it should, or holds
-    more than it should.
+    `name`, in texts before the URL, `shown`, in place of it, and `error`: what is raised when the store does not answer
+    as it should, or holds more than it should.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RemoteFiles:
             raise UsageError(f"{self.shown}: needs the package fsspec; pip install 'megaspec[s3]'") from None
         try:
             # listings change beneath us: other runs, and the copier of this one
-            self.fs, self.root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+            self.fs, self.root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             scheme, _, _ = url.partition("://")
             raise UsageError(

@@ -18,7 +18,7 @@ from megaspec.data.remote_text import list_text, text_urls_of
 from megaspec.data.spec import BlendPart, DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec, shares_documents
 from megaspec.data.stream_files import file_problems, find_groups, fingerprint, stream_tokenizer
 from megaspec.data.token_set import TokenSet, open_set
-from megaspec.data.urls import RemoteData, UrlPlace, data_here, folder_here, record_of, url_places
+from megaspec.data.urls import RemoteData, UrlPlace, data_here, folder_here, noted_of, url_places
 
 if TYPE_CHECKING:
     from megaspec.data.counts import Counts
@@ -432,7 +432,7 @@ def _stream(spec: StreamSpec, *, key: str = "data", known: Sequence[RemoteData] 
 
 def _text_there(place: UrlPlace, known: Sequence[RemoteData]) -> tuple[RemoteData, list[str]]:
     """What lies at a URL of text files, and the URL of each. Raises as `open_set`."""
-    before = record_of(place.url, known)
+    before = noted_of(place.url, known)
     if before is not None:
         names = listing_here(folder_here(before, place.download_dir), before)
         if names is not None:
@@ -446,7 +446,7 @@ def _text_there(place: UrlPlace, known: Sequence[RemoteData]) -> tuple[RemoteDat
 def _text_problems(spec: StreamSpec, remote: Sequence[RemoteData], *, key: str) -> list[Problem]:
     """What is wrong with the names and weights of a stream's files, and with the first document of each that is here:
     what is fetched later is looked at when it is read."""
-    if all(is_here(place, record_of(place.url, remote)) for place in url_places(spec, key=key)):
+    if all(is_here(place, noted_of(place.url, remote)) for place in url_places(spec, key=key)):
         spec = data_here(spec, remote)
     else:
         spec = _of_this_machine(spec)
@@ -456,7 +456,9 @@ def _text_problems(spec: StreamSpec, remote: Sequence[RemoteData], *, key: str) 
         groups = find_groups(spec)
     except DataError as error:
         return [Problem(f"{key}.files", str(error), code="data-files")]
-    return [Problem(f"{key}.files", f"{key}.files: {wrong}", code="data-files") for wrong in file_problems(spec, groups)]
+    return [
+        Problem(f"{key}.files", f"{key}.files: {wrong}", code="data-files") for wrong in file_problems(spec, groups)
+    ]
 
 
 def _of_this_machine(spec: StreamSpec) -> StreamSpec:

@@ -40,8 +40,8 @@ from megaspec.data.urls import (
     all_url_places,
     data_here,
     folder_here,
+    noted_of,
     prefix_here,
-    record_of,
     url_places,
 )
 
@@ -72,7 +72,7 @@ def bring_here(
     """
     places = {}
     for place in all_url_places(data, with_training=with_training):
-        record = record_of(place.url, remote)
+        record = noted_of(place.url, remote)
         assert record is not None, f"{place.key}={place.url}: not among what the run was resolved with"
         places[place.url, place.download_dir] = (place, record)
     missing = [(place, record) for place, record in places.values() if not is_here(place, record)]
@@ -105,16 +105,18 @@ def data_in_words(data: DataSpec, remote: Sequence[RemoteData]) -> str:
     places = list(url_places(data))
     missing = []
     for place in all_url_places(data):
-        record = record_of(place.url, remote)
+        record = noted_of(place.url, remote)
         if record is not None and not is_here(place, record):
             missing.append((place, record))
     if isinstance(data, StreamSpec) and not any(place in places for place, _ in missing):
         said.append(described(data_here(data, remote)))
     for place in all_url_places(data):
-        record = record_of(place.url, remote)
+        record = noted_of(place.url, remote)
         if record is not None:
             state = "is to be fetched into" if (place, record) in missing else "is in"
-            said.append(f"{place.url}, {bytes_in_words(record.bytes)}, {state} {folder_here(record, place.download_dir)}")
+            said.append(
+                f"{place.url}, {bytes_in_words(record.bytes)}, {state} {folder_here(record, place.download_dir)}"
+            )
     return "; ".join(said)
 
 
@@ -224,7 +226,9 @@ class TokensThere:
         name = f".tokenizer{record.ending}"
         text = self.files.read(self.path(name), limit=_TOKENIZER_LIMIT)
         if hashlib.sha256(text).hexdigest() != record.sha256:
-            raise DamagedThere(f"{self.name}{self.url}{name}: not the tokenizer that the manifest names; upload it again")
+            raise DamagedThere(
+                f"{self.name}{self.url}{name}: not the tokenizer that the manifest names; upload it again"
+            )
         return text
 
     def lengths_file(self) -> bytes | None:

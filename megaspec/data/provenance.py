@@ -18,7 +18,7 @@ from megaspec.data.tokenizer import (
     read_limited,
     tokenizer_path,
 )
-from megaspec.data.urls import RemoteData, UrlPlace, prefix_here, record_of
+from megaspec.data.urls import RemoteData, UrlPlace, noted_of, prefix_here
 
 
 def describe(given: Input) -> SourceRecord:
@@ -75,7 +75,7 @@ def tokenizer_of_data(data: IndexedSpec, remote: Sequence[RemoteData]) -> Tokeni
     """The tokenizer of a blend's first data set, which all have. Of a URL that is not here it is read from the store.
     `remote`: of the Spec. Raises as `tokenizer_of`; DataError: the store does not answer, or has another data set."""
     prefix = data.blend[0].prefix
-    record = record_of(prefix, remote)
+    record = noted_of(prefix, remote)
     if record is None:
         return tokenizer_of(prefix)
     place = UrlPlace("data.blend.0.prefix", prefix, False, data.download_dir)

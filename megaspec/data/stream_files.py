@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megaspec.core.errors import DataError
 from megaspec.data.inputs import PYTHON_CORPUS, BadLine, InputSlice, find_inputs, read_documents
 from megaspec.data.spec import StreamFiles, StreamSpec
-from megaspec.data.urls import RemoteData, record_of
+from megaspec.data.urls import RemoteData, noted_of
 
 if TYPE_CHECKING:
     from megaspec.data.tokenizer import Tokenizer
@@ -142,7 +142,7 @@ def _by_collection(spec: StreamSpec, remote: Sequence[RemoteData]) -> list[list[
     """What each collection's files are known by: with weights each entry is one, without any all together are."""
     found = []
     for number, entry in enumerate(spec.files):
-        record = record_of(entry.path, remote)
+        record = noted_of(entry.path, remote)
         if record is not None:
             found.append([f"{record.bytes} {record.digest} {record.url}"])
         else:

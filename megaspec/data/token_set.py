@@ -10,7 +10,7 @@ from megaspec.core.remote_files import is_url
 from megaspec.data.fetch import TokensThere, changed_there, is_here
 from megaspec.data.lengths import LengthsRecord, lengths_path, load_lengths, parse_lengths
 from megaspec.data.manifest import DataManifest, load_manifest
-from megaspec.data.urls import RemoteData, UrlPlace, prefix_here, record_of
+from megaspec.data.urls import RemoteData, UrlPlace, noted_of, prefix_here
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,7 +109,7 @@ def open_set(
     if not is_url(prefix):
         return FilesHere(prefix), None
     place = UrlPlace(key, prefix, False, download_dir)
-    before = record_of(prefix, known)
+    before = noted_of(prefix, known)
     if before is not None and is_here(place, before):
         return FilesHere(prefix_here(before, download_dir)), before
     there = TokensThere(prefix)

@@ -83,7 +83,7 @@ def all_url_places(data: DataSpec, *, with_training: bool = True) -> list[UrlPla
     return found
 
 
-def record_of(url: str, remote: Sequence[RemoteData]) -> RemoteData | None:
+def noted_of(url: str, remote: Sequence[RemoteData]) -> RemoteData | None:
     """What is known of a URL; None: nothing."""
     for record in remote:
         if record.url == url:
@@ -140,7 +140,7 @@ def data_here(data: DataSpec, remote: Sequence[RemoteData]) -> DataSpec:
         place = places.get(text)
         if place is None:
             return text
-        record = record_of(text, remote)
+        record = noted_of(text, remote)
         assert record is not None, f"{text} is not among what the run was resolved with"
         if place.is_text:
             return str(text_here(record, place.download_dir))

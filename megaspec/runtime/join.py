@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megaspec.core.errors import HangError, MegaspecError, RecipeError
 from megaspec.data.fetch import bring_here
+from megaspec.launcher import exit_file
 from megaspec.launcher.rendezvous import TcpRendezvous
 from megaspec.launcher.run_secret import RunSecret, UntrustedError
 from megaspec.runtime.rank import RankInfo, main, read_file, read_spec, tcp_store, tell
@@ -76,6 +77,10 @@ def join(
         tell(me, error)
         return error.exit_code
     if code:
+        begun = exit_file.read_exit(Path(folder))
+        if rank == 0 and begun is not None and begun.code is None:
+            # rank 0 has said that this start is under way
+            exit_file.end(Path(folder), code, step=begun.step)
         return code
     return entry(
         folder,
@@ -90,8 +95,8 @@ def join(
 
 
 def _bring_data(meeting: dist.Store, me: RankInfo, spec: Spec, secret: RunSecret) -> int:
-    """The first rank of each host fetches what the run reads from URLs; no rank goes on before all hosts have it, however
-    long that takes. -> 0, or the exit code of a host that has not got it. UntrustedError: as `join`."""
+    """The first rank of each host fetches what the run reads from URLs; no rank goes on before all hosts have it,
+    however long that takes. -> 0, or the exit code of a host that has not got it. UntrustedError: as `join`."""
     if not spec.remote:
         return 0
     code = 0
