@@ -123,11 +123,13 @@ def data_in_words(data: DataSpec, remote: Sequence[RemoteData]) -> str:
 def _refuse_full_disks(missing: Sequence[tuple[UrlPlace, RemoteData]]) -> None:
     """WriteError: all that is to be fetched does not fit on its disk; before the first byte of it."""
     needs: dict[str, int] = {}
+    keys: dict[str, str] = {}
     for place, record in missing:
         begun = _bytes_below(folder_here(record, place.download_dir))
         needs[place.download_dir] = needs.get(place.download_dir, 0) + max(0, record.bytes - begun)
+        keys.setdefault(place.download_dir, f"{place.section}.download_dir=")
     for folder, need in needs.items():
-        refuse_full_disk(Path(folder), need, key="data.download_dir=")
+        refuse_full_disk(Path(folder), need, key=keys[folder])
 
 
 def refuse_full_disk(folder: Path, need: int, *, key: str = "") -> None:

@@ -115,8 +115,8 @@ class BlendPart(Frozen):
     """One data set of a blend."""
 
     prefix: str
-    """Path of the .bin and .idx files without their ending, or a URL: s3://bucket/data/web, or another scheme of
-    fsspec's. Each host fetches it before the run starts."""
+    """Path or URL of the .bin and .idx files without their ending. A URL is s3://bucket/data/web, or has another scheme
+    of fsspec's; each host fetches what is there before the run starts."""
     weight: PositiveFloat | None = None
     """Share of this data set; the weights are divided by their sum. All data sets of a blend have one, or none has:
     then each counts by its sequences, and the blend is one pass at most. A single data set may have one as well: as in

@@ -47,6 +47,11 @@ class UrlPlace:
     download_dir: str
 
     @property
+    def section(self) -> str:
+        """The data spec that it stands in: `data`, `data.valid.web`."""
+        return re.sub(r"\.(blend|files)\.\d+\.\w+$", "", self.key)
+
+    @property
     def wrong(self) -> str:
         """Why it is not asked for, without a secret that it may hold; "" where it may be."""
         example = TOKENS_EXAMPLE

@@ -785,6 +785,11 @@ _LAUNCH = {
     "launch-volume": Example(
         (*_PODS, "launcher.volumes=[{claim: runs, path: /data}]"), ("launcher.work_dir=/data",), "launcher.work_dir"
     ),
+    "launch-downloads": Example(
+        (*_PODS, _VOLUME, "data.blend=[{prefix: 's3://bucket/data/web'}]", "data.download_dir=/scratch"),
+        ("data.download_dir=runs/downloads",),
+        "data.download_dir",
+    ),
     "launch-places": Example(
         (*_PODS, "launcher.volumes=[{claim: runs, path: /workspace}, {claim: more, path: /tmp}]"),
         ("launcher.volumes.1.path=/data",),

@@ -44,6 +44,7 @@ RULES: dict[str, Rule] = {
     "launch-time": cluster_rules.job_outlives_its_grace,
     "launch-name": cluster_rules.job_has_a_name,
     "launch-volume": cluster_rules.run_lies_in_a_volume,
+    "launch-downloads": cluster_rules.downloads_lie_in_a_volume,
     "launch-places": cluster_rules.volumes_have_places,
     "launch-priority": cluster_rules.priority_has_a_queue,
     "ranks-places": mesh_rules.a_place_for_each_rank,
