@@ -146,8 +146,7 @@ def run_lies_in_a_volume(case: Case) -> Problem | None:
 
 
 def downloads_lie_in_a_volume(case: Case) -> Problem | None:
-    """Pods fetch data into a volume that they may write, or into /tmp, which is gone with them: all else is
-    read-only."""
+    """Pods fetch data into a volume that they may write, or into /tmp: all else is read-only."""
     launcher = case.recipe.launcher
     if not isinstance(launcher, KubernetesLauncher):
         return None
