@@ -23,16 +23,18 @@ def add_parser(commands: Any) -> None:
 def add_download_dir(command: argparse.ArgumentParser) -> None:
     """The option that says where runs look."""
     text = f"data.download_dir of those runs (default: {DOWNLOADS})"
-    command.add_argument("--download-dir", metavar="DIR", default=DOWNLOADS, help=text)
+    command.add_argument("--download-dir", metavar="DIR", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Download, verify, publish. -> 0. DataError: no such data set, or damaged."""
-    refuse_wrong_url(args.url, args.download_dir)
+    refuse_wrong_url(args.url)
+    if args.out is not None and args.download_dir is not None:
+        raise UsageError(f"--out {args.out} says where the files go, and so does --download-dir; drop one of them")
     prefix = args.out
     in_a_recipe = prefix
     if prefix is None:
-        prefix = prefix_here(TokensThere(args.url).record, args.download_dir)
+        prefix = prefix_here(TokensThere(args.url).record, args.download_dir or DOWNLOADS)
         in_a_recipe = args.url
     refuse_folder(prefix)
     manifest = fetch(args.url, prefix)
@@ -41,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def refuse_wrong_url(url: str, download_dir: str) -> None:
+def refuse_wrong_url(url: str) -> None:
     """UsageError: no URL of token files, or one that holds what may be a secret."""
-    wrong = UrlPlace("", url, False, download_dir).wrong
+    wrong = UrlPlace("", url, False, DOWNLOADS).wrong
     if wrong:
         raise UsageError(wrong)

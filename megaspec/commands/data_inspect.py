@@ -36,12 +36,13 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the files, keep their lengths, and print a report. Raises DataError."""
-    from megaspec.core.errors import DataError, printable
+    from megaspec.core.errors import DataError, UsageError, printable
     from megaspec.core.remote_files import is_url
     from megaspec.core.terminal import terminal
     from megaspec.data.fetch import TokensThere, fetch
     from megaspec.data.inspect import as_json, inspect, print_report
     from megaspec.data.lengths import lengths_path
+    from megaspec.data.spec import DOWNLOADS
     from megaspec.data.tokenizer import BpeRequest, parse_tokenizer
     from megaspec.data.urls import prefix_here
 
@@ -49,9 +50,11 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(tokenizer, BpeRequest):
         raise DataError(f"--tokenizer {args.tokenizer}: nothing is trained here; give byte or a tokenizer.json")
     prefix = args.prefix
+    if args.download_dir is not None and not is_url(prefix):
+        raise UsageError(f"--download-dir {args.download_dir} is for a URL, and {prefix} is a path; drop it")
     if is_url(prefix):
-        refuse_wrong_url(prefix, args.download_dir)
-        prefix = str(prefix_here(TokensThere(args.prefix).record, args.download_dir))
+        refuse_wrong_url(prefix)
+        prefix = str(prefix_here(TokensThere(args.prefix).record, args.download_dir or DOWNLOADS))
         # what is damaged here is fetched anew
         fetch(args.prefix, Path(prefix))
     report = inspect(prefix, vocab_size=args.vocab_size, tokenizer=tokenizer, samples=args.samples)

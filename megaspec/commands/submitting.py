@@ -54,7 +54,11 @@ def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memo
     if prints:
         print(text, end="")
         return 0
-    print_plan(spec, target, terminal(), data=data_in_words(spec.data, spec.remote))
+    data = ""
+    if launcher.kind != "kubernetes":
+        # what pods see is not known here
+        data = data_in_words(spec.data, spec.remote)
+    print_plan(spec, target, terminal(), data=data)
     said = scheduler.submit(text, [spec])
     print(printable(f"{launcher.kind}: submitted {said}; the run is in {spec.run_dir}", keep="\n"))
     return 0

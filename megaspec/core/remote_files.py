@@ -46,7 +46,8 @@ class RemoteFiles:
     """What lies below a URL. UsageError: the package for its scheme is not installed.
 
     `name`, in texts before the URL, `shown`, in place of it, and `error`: what is raised when the store does not answer
-    as it should, or holds more than it should.
+    as it should, or holds more than it should; `away`, in place of it, when it did not answer at all, however often it
+    was asked.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RemoteFiles:
         *,
         name: str,
         error: type[MegaspecError],
+        away: type[MegaspecError] | None = None,
         wait_seconds: float = FIRST_WAIT_SECONDS,
         shown: str = "",
     ):
@@ -62,6 +64,7 @@ class RemoteFiles:
         self.name = name
         self.shown = shown or self.url
         self.error = error
+        self.away = away or error
         self._wait_seconds = wait_seconds
         try:
             import fsspec
@@ -174,8 +177,11 @@ class RemoteFiles:
                 return action()
             except _errors() as error:
                 why = in_words(error)
-                if wait is None or is_final(error):
-                    raise self.error(f"{self.name}{self.shown}: {last_name(what)}: {why}") from None
+                text = f"{self.name}{self.shown}: {last_name(what)}: {why}"
+                if is_final(error):
+                    raise self.error(text) from None
+                if wait is None:
+                    raise self.away(text) from None
             # apart from others that failed at the same moment
             time.sleep(wait * random.uniform(0.5, 1.5))
         raise AssertionError("the last wait is None")

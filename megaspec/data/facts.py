@@ -18,7 +18,16 @@ from megaspec.data.remote_text import list_text, text_urls_of
 from megaspec.data.spec import BlendPart, DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec, shares_documents
 from megaspec.data.stream_files import file_problems, find_groups, fingerprint, stream_tokenizer
 from megaspec.data.token_set import TokenSet, open_set
-from megaspec.data.urls import RemoteData, UrlPlace, data_here, folder_here, noted_of, url_places
+from megaspec.data.urls import (
+    RemoteData,
+    StoreAway,
+    UrlPlace,
+    data_here,
+    folder_here,
+    noted_of,
+    store_of,
+    url_places,
+)
 
 if TYPE_CHECKING:
     from megaspec.data.counts import Counts
@@ -179,12 +188,17 @@ def _indexed(spec: IndexedSpec, *, key: str, known: Sequence[RemoteData] = ()) -
     samples = dict.fromkeys(SPLITS, 0)
     remote: list[RemoteData] = []
     wrong = _wrong_urls(spec, key=key)
+    away: dict[str, str] = {}
     digest = hashlib.sha256()
     for number, part in enumerate(spec.blend):
         prefix_key = f"{key}.blend.{number}.prefix"
         if prefix_key in wrong:
             # told by a rule as well, and not asked for
             problems.append(wrong[prefix_key])
+            continue
+        if store_of(part.prefix) in away:
+            # every one would wait as long
+            problems.append(_not_asked(prefix_key, part.prefix, away[store_of(part.prefix)]))
             continue
         try:
             files, record = open_set(part.prefix, key=prefix_key, download_dir=spec.download_dir, known=known)
@@ -195,6 +209,8 @@ def _indexed(spec: IndexedSpec, *, key: str, known: Sequence[RemoteData] = ()) -
             if is_training and spec.document_mask and spec.document_lengths == AUTO:
                 counted.add(part, files)
         except (DataError, UsageError) as error:
+            if isinstance(error, StoreAway):
+                away[store_of(part.prefix)] = part.prefix
             problems.append(_unreadable(prefix_key, part.prefix, error, spec, number))
             continue
         if record is not None:
@@ -242,6 +258,11 @@ def _indexed(spec: IndexedSpec, *, key: str, known: Sequence[RemoteData] = ()) -
         how_lengths=counted.how,
         remote=tuple(remote),
     )
+
+
+def _not_asked(key: str, url: str, before: str) -> Problem:
+    text = f"{key}={url}: not asked for, since the store did not answer for {before}"
+    return Problem(key, text, code="data-files")
 
 
 def _wrong_urls(spec: IndexedSpec | StreamSpec, *, key: str) -> dict[str, Problem]:
@@ -390,13 +411,19 @@ def _stream(spec: StreamSpec, *, key: str = "data", known: Sequence[RemoteData] 
     text_urls: set[str] = set()
     tokenizer = None
     wrong = _wrong_urls(spec, key=key)
+    away: dict[str, str] = {}
     for place in url_places(spec, key=key):
         if place.key in wrong:
             problems.append(wrong[place.key])
             continue
+        if store_of(place.url) in away:
+            problems.append(_not_asked(place.key, place.url, away[store_of(place.url)]))
+            continue
         try:
             record, urls = _text_there(place, known)
         except (DataError, UsageError) as error:
+            if isinstance(error, StoreAway):
+                away[store_of(place.url)] = place.url
             text = str(error)
             if not text.startswith(f"{place.url}: "):
                 text = f"{place.url}: {text}"

@@ -36,6 +36,7 @@ from megaspec.data.spec import DataSpec, StreamSpec
 from megaspec.data.stream_files import described
 from megaspec.data.urls import (
     RemoteData,
+    StoreAway,
     UrlPlace,
     all_url_places,
     data_here,
@@ -102,21 +103,19 @@ def data_in_words(data: DataSpec, remote: Sequence[RemoteData]) -> str:
     """What a run reads, where that says more than its recipe: a stream's files, and what is fetched from URLs; "" for
     other data. `remote`: of its Spec. Raises DataError."""
     said = []
-    places = list(url_places(data))
-    missing = []
+    away = set()
     for place in all_url_places(data):
         record = noted_of(place.url, remote)
-        if record is not None and not is_here(place, record):
-            missing.append((place, record))
-    if isinstance(data, StreamSpec) and not any(place in places for place, _ in missing):
-        said.append(described(data_here(data, remote)))
-    for place in all_url_places(data):
-        record = noted_of(place.url, remote)
-        if record is not None:
-            state = "is to be fetched into" if (place, record) in missing else "is in"
-            said.append(
-                f"{place.url}, {bytes_in_words(record.bytes)}, {state} {folder_here(record, place.download_dir)}"
-            )
+        if record is None:
+            away.add(place.url)
+            continue
+        state = "is in"
+        if not is_here(place, record):
+            away.add(place.url)
+            state = "is to be fetched into"
+        said.append(f"{place.url}, {bytes_in_words(record.bytes)}, {state} {folder_here(record, place.download_dir)}")
+    if isinstance(data, StreamSpec) and not any(place.url in away for place in url_places(data)):
+        said.insert(0, described(data_here(data, remote)))
     return "; ".join(said)
 
 
@@ -199,7 +198,7 @@ class TokensThere:
         folder, _, self.base = url.rstrip("/").rpartition("/")
         self.url = url
         self.name = name
-        self.files = RemoteFiles(folder, name=name, error=DataError, shown=url, **options)
+        self.files = RemoteFiles(folder, name=name, error=DataError, away=StoreAway, shown=url, **options)
         raw = self.files.read(self.path(".manifest.json"), limit=MANIFEST_LIMIT)
         self.manifest = parse_manifest(raw, where=f"{url}.manifest.json")
         self.raw = raw
@@ -252,6 +251,11 @@ class TokensThere:
             data = self.files.read_range(self.path(ending), block.begin, block.end)
             if block.is_good(data):
                 return data
+        if len(data) > block.end - block.begin:
+            text = (
+                f"asked for bytes {block.begin} to {block.end}, {len(data)} came: this server sends whole files alone"
+            )
+            raise DataError(f"{self.name}{self.url}{ending}: {text}; take one that serves ranges of them")
         raise DamagedThere(
             f"{self.name}{self.url}{ending}: bytes {block.begin} to {block.end} have other checksums than the manifest "
             "says: damaged there, or not its file; upload the data set again"

@@ -14,7 +14,7 @@ from megaspec.core.errors import DataError
 from megaspec.core.remote_files import FIRST_WAIT_SECONDS, RemoteFiles, last_name
 from megaspec.data.inputs import kind_of_name
 from megaspec.data.stream_files import STREAMED
-from megaspec.data.urls import RemoteData, split_pattern
+from megaspec.data.urls import RemoteData, StoreAway, split_pattern
 
 FILES = "files.json"
 """What has been fetched into a folder, written last."""
@@ -63,7 +63,7 @@ def list_text(url: str, *, name: str = "", wait_seconds: float = FIRST_WAIT_SECO
     a package is missing.
     """
     root_url, pattern = split_pattern(url)
-    remote = RemoteFiles(root_url, name=name, error=DataError, wait_seconds=wait_seconds, shown=url)
+    remote = RemoteFiles(root_url, name=name, error=DataError, away=StoreAway, wait_seconds=wait_seconds, shown=url)
     if pattern:
         found = remote.tried(lambda: _matching(remote, pattern), url)
     else:

@@ -15,12 +15,17 @@ from pathlib import Path
 
 from pydantic import Field
 
+from megaspec.core.errors import DataError
 from megaspec.core.frozen import Frozen, NonNegativeInt
 from megaspec.core.remote_files import is_url, last_name, wrong_in_url
 from megaspec.data.spec import DataSpec, IndexedSpec, StreamSpec
 
 TEXT_EXAMPLE = "s3://bucket/text/*.jsonl"
 TOKENS_EXAMPLE = "s3://bucket/data/web"
+
+
+class StoreAway(DataError):
+    """A store that did not answer, however often it was asked."""
 
 
 class RemoteData(Frozen):
@@ -94,6 +99,12 @@ def noted_of(url: str, remote: Sequence[RemoteData]) -> RemoteData | None:
         if record.url == url:
             return record
     return None
+
+
+def store_of(url: str) -> str:
+    """A URL's scheme and its bucket or host; of a path its beginning, which no store is known by."""
+    scheme, found, place = url.partition("://")
+    return f"{scheme}{found}{place.partition('/')[0]}"
 
 
 def name_of(url: str) -> str:

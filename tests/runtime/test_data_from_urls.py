@@ -129,6 +129,61 @@ def test_a_run_is_the_one_from_files_and_goes_on_without_the_store(bucket, corpu
     assert_untold(capfd)
 
 
+def test_a_stream_is_the_one_from_files(bucket, corpus, warm_launches, capfd) -> None:
+    text = Path("text")
+    for number, name in enumerate(("a/web.jsonl", "a-b/more.jsonl", "valid.jsonl", ".hidden.jsonl")):
+        (text / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(f"{corpus}/{('web', 'more', 'valid', 'other')[number]}.jsonl", text / name)
+        bucket.fs.put_file(str(text / name), f"corpora/text/{name}")
+    others = ("data.blend", "data.valid", "name=", "train.eval_every")
+    given = [word for word in words("", "") if not word.startswith(others)]
+    given += ["data=stream", "~data.blend", "data.tokenizer=byte", "data.window=500"]
+    given += ["train.eval_every=0"]
+    for name, path in (("local", "text/**/*.jsonl"), ("far", "s3://corpora/text/**/*.jsonl")):
+        assert cli.main([*given, f"name={name}", f"data.files=[{{path: '{path}'}}]"]) == 0, capfd.readouterr().err
+    assert losses("runs/far") == losses("runs/local")
+    assert not list(Path("runs/downloads").glob("**/.hidden.jsonl"))
+    bucket.fault = lambda number, method, path: 503
+    for name in ("local", "far"):
+        assert cli.main(["resume", f"runs/{name}", "train.steps=6"]) == 0
+    assert losses("runs/far") == losses("runs/local")
+    bucket.fault = lambda number, method, path: None
+    bucket.fs.pipe_file("corpora/text/valid.jsonl", b'{"text": "other text"}\n')
+    shutil.rmtree("runs/downloads")
+    capfd.readouterr()
+    assert cli.main(["resume", "runs/far", "train.steps=8"]) == 65
+    assert "data.files.0.path=s3://corpora/text/**/*.jsonl: holds other data" in capfd.readouterr().err
+
+
+def test_lengths_are_read_from_beside_the_files(bucket, corpus, capfd) -> None:
+    given = [*words("s3://corpora/", "far", command="plan"), "data.document_mask=true", "--json"]
+    assert cli.main(given) == 0
+    assert lengths_of(capfd) is None
+    # here alone, for those that are fetched; for others beside the files
+    assert cli.main(["data", "inspect", "s3://corpora/web", "--json"]) == 0
+    (kept,) = Path("runs/downloads").glob("*/web.lengths.json")
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["lengths_file"] == str(kept)
+    assert cli.main(["data", "inspect", f"{corpus}/more", "--json"]) == 0
+    bucket.fs.put_file(f"{corpus}/more.lengths.json", "corpora/more.lengths.json")
+    capfd.readouterr()
+    assert cli.main(given) == 0
+    far = lengths_of(capfd)
+    shutil.copy(kept, f"{corpus}/web.lengths.json")
+    local = [word.replace("s3://corpora/", f"{corpus}/") for word in given]
+    assert cli.main(local) == 0
+    assert far == lengths_of(capfd) != None  # noqa: E711 a comparison of three
+    for name in ("web", "more"):
+        Path(f"{corpus}/{name}.lengths.json").unlink()
+    bucket.fs.rm_file("corpora/more.lengths.json")
+
+
+def lengths_of(capfd) -> list[dict] | None:
+    """What a plan weighs attention by."""
+    plan = json.loads(capfd.readouterr().out)
+    (said,) = [one for one in plan["decisions"] if one["key"] == "data.document_lengths"]
+    return said["value"]
+
+
 def assert_untold(capfd) -> None:
     """No secret was printed, or stands in a file."""
     out, err = capfd.readouterr()
