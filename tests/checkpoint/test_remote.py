@@ -200,12 +200,12 @@ def test_the_copier_tells_a_failure_and_goes_on(store, tmp_path, capfd) -> None:
     (tmp_path / "copies" / "checkpoints").unlink()
     # the second is under way, so that the third waits, until the fourth comes
     paths = {step: saved(tmp_path / "run", step) for step in (2, 3, 4)}
-    # a copy that is made meanwhile would leave nothing to wait for
+    # however long this process is kept from its core
     os.kill(copier._process.pid, signal.SIGSTOP)
     for step, path in paths.items():
         copier.copy(path, step)
-    copier.drop(2)
     os.kill(copier._process.pid, signal.SIGCONT)
+    copier.drop(2)
     copier.finish()
     assert "step 3 is not copied" in capfd.readouterr().err
     copier.close()
