@@ -8,6 +8,7 @@ from megaspec.checkpoint.format import FORMAT_VERSION
 from megaspec.core.frozen import AUTO, Frozen, NonNegativeInt, PositiveInt
 from megaspec.data.earlier_order import as_now
 from megaspec.data.spec import ORDER_VERSION, DataSpec
+from megaspec.data.urls import RemoteData
 from megaspec.optim.spec import has_narrow_states
 from megaspec.recipe import Recipe
 
@@ -102,6 +103,8 @@ class Spec(Recipe):
     """Version of the rules that make the training order (ORDER_VERSION in data/spec.py); 1 where a file has none."""
     data_fingerprint: str = ""
     """Hash of the data that the run was resolved with; "" for data that is made as it is read."""
+    remote: tuple[RemoteData, ...] = Field((), exclude_if=lambda remote: not remote)
+    """What lay at the URLs of its data when it was resolved: what ranks read, on this host or another."""
     decisions: tuple[Decision, ...] = ()
     """What was decided for the user, and why."""
     plugins: tuple[str, ...] = ()

@@ -174,6 +174,16 @@ RUNS = {
         "~data.blend",
         "~data.split",
     ),
+    "far": (
+        "data=stream",
+        "data.files=[{path: 'file://text.jsonl'}]",
+        "data.tokenizer=byte",
+        "data.workers=0",
+        "train.eval_every=0",
+        "train.sample.tokens=0",
+        "~data.blend",
+        "~data.split",
+    ),
     "experts": (
         "model.layer={kind: parallel}",
         "model.n_layers=5",

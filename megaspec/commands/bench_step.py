@@ -18,6 +18,7 @@ from megaspec.commands.planned import refuse_jobs
 from megaspec.compose.compose import Composed
 from megaspec.compose.words import compose_words, take, tell_left_out, words_parser
 from megaspec.core.errors import Problem, RecipeError, WriteError, printable
+from megaspec.data.fetch import bring_here
 from megaspec.data.files import write_text
 from megaspec.estimate.target import Target, detect_target
 from megaspec.estimate.throughput import read_throughput
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if place is None:
             spec = _prepare(args, detect_target(), folder, ranks)
+            bring_here(spec.data, spec.remote)
             code = launch(
                 str(folder),
                 ranks=spec.world_size,

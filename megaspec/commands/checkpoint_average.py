@@ -203,7 +203,7 @@ def _tokenizer(run: SavedRun) -> str:
     from megaspec.runtime.generate import run_tokenizer
 
     try:
-        tokenizer = run_tokenizer(run.spec.data, run.folder)
+        tokenizer = run_tokenizer(run.spec, run.folder)
     except DataError:
         # data of no text, or they are elsewhere by now: the model's vocab_size is what can be compared
         return ""

@@ -138,8 +138,8 @@ COMMANDS: dict[str, Completed] = {
             "--workers",
         )
     ),
-    "data fetch": Completed(("--out",)),
-    "data inspect": Completed(("--json", "--samples", "--tokenizer", "--vocab-size")),
+    "data fetch": Completed(("--download-dir", "--out")),
+    "data inspect": Completed(("--download-dir", "--json", "--samples", "--tokenizer", "--vocab-size")),
     "hf": Completed(),
     "hf import": Completed(("--out", "--revision")),
     "hf export": Completed(("--dtype", "--family", "--shard-size", "--step"), folder=RUN),

@@ -17,6 +17,7 @@ from megaspec.compose.compose import recompose
 from megaspec.compose.words import take
 from megaspec.core.errors import COMMAND_LINE, CheckpointError, Problem, RecipeError
 from megaspec.core.terminal import escape, terminal
+from megaspec.data.fetch import bring_here
 from megaspec.estimate.target import Target, detect_target
 from megaspec.plugins import loaded
 from megaspec.resolve.gather import gather_facts
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         (folder / "spec.json").write_text(spec.model_dump_json())
         trained.write_text(saved.spec.model_dump_json())
+        bring_here(spec.data, spec.remote, with_training=False)
         code = launch(
             str(folder),
             ranks=spec.world_size,
@@ -88,7 +90,7 @@ def evaluation_spec(saved: SavedRun, args: argparse.Namespace, target: Target) -
     composed = recompose(recipe, str(args.run / "recipe.json"), [*words, "train.eval_every=1"], args.config_dir)
     refuse_gone_kernels(saved, composed.recipe, composed.origins, command="eval")
     refuse_jobs(composed.recipe, composed.origins, "eval")
-    facts = gather_facts(composed.recipe)
+    facts = gather_facts(composed.recipe, saved.spec.remote)
     if composed.recipe.data.valid:
         facts = _without_training_data(facts)
     spec = resume(saved.spec, composed.recipe, target, facts, composed.origins)

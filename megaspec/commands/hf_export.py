@@ -138,10 +138,10 @@ def companions_of(run_dir: Path, spec: Spec) -> dict[str, bytes]:
     kept = kept_companions(run_dir)
     if TOKENIZER in kept or not isinstance(spec.data, IndexedSpec):
         return with_template_in_both_places(kept)
-    from megaspec.data.provenance import tokenizer_of
+    from megaspec.data.provenance import tokenizer_of_data
     from megaspec.data.tokenizer import FileTokenizer
 
-    tokenizer = tokenizer_of(spec.data.blend[0].prefix)
+    tokenizer = tokenizer_of_data(spec.data, spec.remote)
     if isinstance(tokenizer, FileTokenizer):
         kept[TOKENIZER] = tokenizer.text
         kept[TOKENIZER_CONFIG] = plain_tokenizer_config(
@@ -155,9 +155,9 @@ def _ids_of_data(spec: Spec) -> dict[str, Any]:
     if not isinstance(spec.data, IndexedSpec):
         # said, since transformers otherwise takes numbers of its own
         return {"bos_token_id": None, "eos_token_id": None}
-    from megaspec.data.provenance import tokenizer_of
+    from megaspec.data.provenance import tokenizer_of_data
 
-    eod = tokenizer_of(spec.data.blend[0].prefix).eod
+    eod = tokenizer_of_data(spec.data, spec.remote).eod
     return {"bos_token_id": eod, "eos_token_id": eod}
 
 

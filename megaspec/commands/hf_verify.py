@@ -96,7 +96,7 @@ def _logits_are_close(args: argparse.Namespace, spec: Spec, weights: Any, theirs
     if TOKENIZER in kept_companions(args.run):
         from megaspec.runtime.generate import encode, run_tokenizer
 
-        tokens = encode(run_tokenizer(spec.data, args.run), _TEXT)[: spec.model.max_seq_len]
+        tokens = encode(run_tokenizer(spec, args.run), _TEXT)[: spec.model.max_seq_len]
         what = "tokens of a text"
     logits = compare_logits(spec, weights, theirs(), tokens)
     numbers = f"the largest difference is {logits.difference:.1e} of logits up to {logits.largest:.1f}"

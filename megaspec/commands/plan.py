@@ -14,8 +14,7 @@ from megaspec.compose.compose import Composed
 from megaspec.compose.words import tell_left_out, words_parser
 from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
 from megaspec.core.terminal import terminal
-from megaspec.data.spec import StreamSpec
-from megaspec.data.stream_files import described
+from megaspec.data.fetch import data_in_words
 from megaspec.plan.layouts import PlannedLayout, planned_layout, print_layouts
 from megaspec.plan.plan import Plan, make_plan, rank_view
 from megaspec.plan.report import print_ranks, print_whole_plan
@@ -70,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     views = [rank_view(plan, rank) for rank in ranks]
     agrees = True
     data = ""
-    if isinstance(spec.data, StreamSpec) and not facts.problems:
-        data = described(spec.data)
+    if not facts.problems:
+        data = data_in_words(spec.data, spec.remote)
     if args.json:
         content = plan.as_json()
         content["recipe"] = composed.recipe.model_dump(mode="json")

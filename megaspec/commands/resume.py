@@ -69,14 +69,17 @@ def run(args: argparse.Namespace) -> int:
 
     if args.supervise:
         place = args.run
+        known = saved.spec.remote
         if args.fork is not None:
             place = _place_of_fork(args.run, args.fork)
+            known = ()
         return supervise(
             composed,
             lambda target, option: prepare(target, option.composed),
             place=place,
             memory=memory,
             config_dirs=args.config_dir,
+            known=known,
         )
     return start(composed, prepare, memory=memory, config_dirs=args.config_dir)
 

@@ -16,9 +16,10 @@ from megaspec.commands.layouts import LayoutOption, Taken, first_that_fits, layo
 from megaspec.compose.compose import Composed, recompose
 from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeError, printable
 from megaspec.core.frozen import AUTO
+from megaspec.core.remote_files import is_url
 from megaspec.core.terminal import terminal
-from megaspec.data.spec import IndexedSpec, StreamSpec
-from megaspec.data.stream_files import described
+from megaspec.data.fetch import bring_here, data_in_words
+from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target, detect_target
 from megaspec.hf.companions import kept_companions, read_companions, refuse_other_vocabulary
 from megaspec.launcher import exit_file
@@ -154,6 +155,7 @@ def start_ranks(
         launcher = prepared.spec.launcher
         options = {"max_restarts": launcher.max_restarts} | options
         try:
+            bring_here(prepared.spec.data, prepared.spec.remote)
             code = launch(
                 str(prepared.folder),
                 ranks=prepared.spec.world_size,
@@ -301,7 +303,8 @@ def prepare_resume(
         refused = None
         if not is_finished:
             refused = partial(start_problems, target=target, origins=origins, memory=memory)
-        spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done, refused=refused)
+        facts = gather_facts(recipe, old.remote)
+        spec = resume(old, recipe, target, facts, origins, done_steps=done, refused=refused)
         if is_finished:
             more = f"megaspec resume {folder} train.steps=N trains it to step N"
             print(printable(f"{folder} is finished: all {done:,} steps are done; {more}"))
@@ -332,6 +335,8 @@ def warn(spec: Spec, target: Target) -> None:
         from megaspec.data.source_sums import changes_at_start  # numpy, only where there are token files
 
         for part in spec.data.blend:
+            if is_url(part.prefix):
+                continue
             for change in changes_at_start(part.prefix):
                 print(printable(f"megaspec: {change}"), file=sys.stderr)
 
@@ -359,7 +364,4 @@ def record_environment(folder: Path) -> None:
 def _show(spec: Spec, target: Target) -> None:
     if spec.log.webhook is not None:
         address_of(spec.log.webhook, os.environ)  # raises before a rank is started
-    data = ""
-    if isinstance(spec.data, StreamSpec):
-        data = described(spec.data)
-    print_plan(spec, target, terminal(), data=data)
+    print_plan(spec, target, terminal(), data=data_in_words(spec.data, spec.remote))

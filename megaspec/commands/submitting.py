@@ -14,6 +14,7 @@ from megaspec.compose.words import compose_words, tell_left_out
 from megaspec.core.errors import Problem, RecipeError, printable
 from megaspec.core.frozen import AUTO
 from megaspec.core.terminal import terminal
+from megaspec.data.fetch import data_in_words
 from megaspec.estimate.target import Target, detect_target
 from megaspec.launcher.spec import ClusterLauncher, SlurmLauncher
 from megaspec.plan.report import print_plan
@@ -53,7 +54,11 @@ def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memo
     if prints:
         print(text, end="")
         return 0
-    print_plan(spec, target, terminal())
+    data = ""
+    if launcher.kind != "kubernetes":
+        # what pods see is not known here
+        data = data_in_words(spec.data, spec.remote)
+    print_plan(spec, target, terminal(), data=data)
     said = scheduler.submit(text, [spec])
     print(printable(f"{launcher.kind}: submitted {said}; the run is in {spec.run_dir}", keep="\n"))
     return 0

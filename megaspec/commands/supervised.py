@@ -36,6 +36,7 @@ from megaspec.core.errors import (
     printable,
 )
 from megaspec.core.regular_files import open_inside
+from megaspec.data.urls import RemoteData
 from megaspec.estimate.target import Target, detect_target, gpu_identifiers
 from megaspec.launcher import exit_file
 from megaspec.launcher.attempts import (
@@ -101,12 +102,14 @@ def supervise(
     memory: str,
     config_dirs: Sequence[str] = (),
     entry: str = ENTRY,
+    known: Sequence[RemoteData] = (),
 ) -> int:
     """Trains a run to its end, through failures. -> exit code.
 
     `prepare` makes the run, or finds it, in a layout. `place`: where its folder is to be; what devices it may use may
-    stand there already. `entry`: of ranks. RecipeError: the run can't start, or a layout of its list is wrong.
-    HardwareError: it keeps away from this host. RunLockedError: it has a supervisor, or another job has it.
+    stand there already. `entry`: of ranks. `known`: see `gather_facts`, of a run that goes on. RecipeError: the run
+    can't start, or a layout of its list is wrong. HardwareError: it keeps away from this host. RunLockedError: it has
+    a supervisor, or another job has it.
     """
     refuse_other_starters(composed.recipe.launcher)
     options = layout_options(composed, config_dirs)
@@ -116,7 +119,7 @@ def supervise(
     except OSError as error:
         raise refused(error) from None
     target = target_with(detect_target(), devices)
-    specs_of_list(options, target, gather_facts(composed.recipe))
+    specs_of_list(options, target, gather_facts(composed.recipe, known))
     _, prepared = first_that_fits(options, target, lambda option: prepare(target, option))
     assert prepared.lock is not None, "a run without its lock"
     if prepared.is_finished:
@@ -303,7 +306,7 @@ class Supervisor:
         if room(target) is not None and room(target) <= spec.world_size:
             return ""
         composed = recompose(read_run(self.folder).recipe, "recipe.json", (), self.setup.config_dirs)
-        facts = gather_facts(composed.recipe)
+        facts = gather_facts(composed.recipe, spec.remote)
         try:
             _, resolved = first_that_fits(
                 layout_options(composed, self.setup.config_dirs),

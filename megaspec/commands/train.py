@@ -15,7 +15,7 @@ from megaspec.estimate.target import Target, detect_target
 from megaspec.launcher.spec import ClusterLauncher
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import planned_run_dir
-from megaspec.run_folder import is_run, refuse_unfinished_fork
+from megaspec.run_folder import is_run, read_run, refuse_unfinished_fork
 from megaspec.search.fits import MEMORY
 from megaspec.sweep.multirun import multirun
 
@@ -72,12 +72,16 @@ def run(args: argparse.Namespace) -> int:
 
     if args.supervise:
         tell_left_out(composed)
+        known = ()
+        if how == "auto" and is_run(planned_run_dir(composed.recipe)):
+            known = read_run(planned_run_dir(composed.recipe)).spec.remote
         return supervise(
             composed,
             lambda target, option: prepare(target, option.composed),
             place=planned_run_dir(composed.recipe),
             memory=memory,
             config_dirs=args.config_dir,
+            known=known,
         )
 
     # under torchrun by rank 0 alone

@@ -6,6 +6,7 @@ Note "Secrets". Errors are told in words of ours: what a client library says may
 import contextlib
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,15 +19,35 @@ T = TypeVar("T")
 TRIES = 6
 FIRST_WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 30.0
+NOT_THERE = "there is no such bucket or file"
 PART_BYTES = 64 << 20
 """Of a multipart upload."""
+
+
+def is_url(text: str) -> bool:
+    """Whether a text that may be a path is a URL."""
+    return "://" in text
+
+
+def wrong_in_url(url: str, *, example: str) -> str:
+    """What is wrong with a URL, to be said behind `path=`: it names no place, or holds what may be a secret, which is
+    left out here; "" where nothing is."""
+    scheme, found, place = url.partition("://")
+    host, _, _ = place.partition("/")
+    if "@" in host or "?" in place:
+        text = f"{scheme}://***: a URL holds no user, password or query here; leave them out, and set AWS_ACCESS_KEY_ID"
+        return f"{text} and AWS_SECRET_ACCESS_KEY, or what the scheme's package reads"
+    if not found or not scheme or not place.strip("/"):
+        return f"{url.rpartition('@')[2]} must be a URL, scheme://place; try {example}"
+    return ""
 
 
 class RemoteFiles:
     """What lies below a URL. UsageError: the package for its scheme is not installed.
 
-    `name`, in texts before the URL, and `error`: what is raised when the store does not answer as it should, or holds
-    more than it should.
+    `name`, in texts before the URL, `shown`, in place of it, and `error`: what is raised when the store does not answer
+    as it should, or holds more than it should; `away`, in place of it, when it did not answer at all, however often it
+    was asked.
     """
 
     def __init__(
@@ -35,24 +56,27 @@ class RemoteFiles:
         *,
         name: str,
         error: type[MegaspecError],
+        away: type[MegaspecError] | None = None,
         wait_seconds: float = FIRST_WAIT_SECONDS,
+        shown: str = "",
     ):
+        self.url = url.rstrip("/")
+        self.name = name
+        self.shown = shown or self.url
+        self.error = error
+        self.away = away or error
+        self._wait_seconds = wait_seconds
         try:
             import fsspec
         except ImportError:
-            raise UsageError(f"{url}: needs the package fsspec; pip install 'megaspec[s3]'") from None
-        self.url = url.rstrip("/")
-        self.name = name
-        self.error = error
-        self._wait_seconds = wait_seconds
-        self.errors = _errors()
+            raise UsageError(f"{self.shown}: needs the package fsspec; pip install 'megaspec[s3]'") from None
         try:
             # listings change beneath us: other runs, and the copier of this one
-            self.fs, self.root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+            self.fs, self.root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             scheme, _, _ = url.partition("://")
             raise UsageError(
-                f"{url}: {scheme}:// needs a package that is not installed, or is no scheme that fsspec knows "
+                f"{self.shown}: {scheme}:// needs a package that is not installed, or is no scheme that fsspec knows "
                 f"({type(error).__name__}); for s3:// pip install 'megaspec[s3]'"
             ) from None
         self.root = self.root.rstrip("/")
@@ -75,6 +99,42 @@ class RemoteFiles:
                 return False
 
         return self.tried(look, path)
+
+    def read(self, path: str, *, limit: int) -> bytes:
+        """The whole of a file of at most `limit` bytes."""
+
+        def read() -> bytes:
+            with self.fs.open(path, "rb", block_size=PART_BYTES) as file:
+                return file.read(limit + 1)
+
+        data = self.tried(read, path)
+        if len(data) > limit:
+            raise self.error(f"{self.name}{self.shown}: {last_name(path)}: expected at most {limit} bytes, found more")
+        return data
+
+    def read_if_there(self, path: str, *, limit: int) -> bytes | None:
+        """As `read`; None where there is no such file."""
+
+        def read() -> bytes | None:
+            try:
+                with self.fs.open(path, "rb", block_size=PART_BYTES) as file:
+                    return file.read(limit + 1)
+            # S3 denies access to what is not there where one may not list
+            except (FileNotFoundError, PermissionError):
+                return None
+
+        data = self.tried(read, path)
+        if data is not None and len(data) > limit:
+            raise self.error(f"{self.name}{self.shown}: {last_name(path)}: expected at most {limit} bytes, found more")
+        return data
+
+    def read_range(self, path: str, begin: int, end: int) -> bytes:
+        """The bytes [begin, end) of a file, as many of them as it has."""
+        return self.tried(lambda: self.fs.cat_file(path, start=begin, end=end), path)
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None where the store does not say."""
+        return self.tried(lambda: self.fs.info(path).get("size"), path)
 
     def forget(self, path: str) -> None:
         """Deletes a file, where it is there. Not tried again."""
@@ -115,10 +175,13 @@ class RemoteFiles:
         for wait in _waits(self._wait_seconds):
             try:
                 return action()
-            except self.errors as error:
+            except _errors() as error:
                 why = in_words(error)
-                if wait is None or is_final(error):
-                    raise self.error(f"{self.name}{self.url}: {last_name(what)}: {why}") from None
+                text = f"{self.name}{self.shown}: {last_name(what)}: {why}"
+                if is_final(error):
+                    raise self.error(text) from None
+                if wait is None:
+                    raise self.away(text) from None
             # apart from others that failed at the same moment
             time.sleep(wait * random.uniform(0.5, 1.5))
         raise AssertionError("the last wait is None")
@@ -138,24 +201,35 @@ def last_name(what: str) -> str:
     return what.rstrip("/").rsplit("/", 1)[-1]
 
 
+_OF_LIBRARIES = {
+    "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "aiohttp": ("ClientError",),
+    "gcsfs.retry": ("HttpError",),
+    "google.auth.exceptions": ("GoogleAuthError",),
+    "azure.core.exceptions": ("AzureError",),
+    "paramiko": ("SSHException",),
+}
+"""What clients of stores raise beside OSError: module -> classes."""
+
+
 def _errors() -> tuple[type[BaseException], ...]:
-    """What stores raise: of the libraries that are there."""
+    """What stores raise: of the libraries that are loaded, since one that raised is."""
     found: list[type[BaseException]] = [OSError, TimeoutError]
-    with contextlib.suppress(ImportError):
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        found += [BotoCoreError, ClientError]
-    with contextlib.suppress(ImportError):
-        from aiohttp import ClientError as HttpError
-
-        found += [HttpError]
+    for module, names in _OF_LIBRARIES.items():
+        if module in sys.modules:
+            found += [getattr(sys.modules[module], name) for name in names]
     return tuple(found)
 
 
 def is_final(error: BaseException) -> bool:
     """Whether another try meets the same: no such bucket, no right to it."""
     is_known = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError)
-    return is_known or type(error).__name__ in _NO_CREDENTIALS
+    return is_known or _is_denied(error) or type(error).__name__ in _NO_CREDENTIALS
+
+
+def _is_denied(error: BaseException) -> bool:
+    """Whether an HTTP server says so."""
+    return getattr(error, "status", None) in (401, 403)
 
 
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound")
@@ -166,10 +240,10 @@ def in_words(error: BaseException) -> str:
     name = type(error).__name__
     if name in _NO_CREDENTIALS:
         return "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
-    if isinstance(error, PermissionError):
-        return "access is denied: the credentials are wrong, or have no right to write there"
+    if isinstance(error, PermissionError) or _is_denied(error):
+        return "access is denied: the credentials are wrong, or have no right to what is asked of them there"
     if isinstance(error, FileNotFoundError):
-        return "there is no such bucket or file"
+        return NOT_THERE
     if name in ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError"):
         return "can't be reached"
     if isinstance(error, OSError) and error.errno is not None:

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from megaspec.data.indexed import read_lengths
 from megaspec.data.indices import split_bounds
 
 
@@ -19,9 +18,8 @@ class Counts:
     """Tokens for training, validation and test."""
 
 
-def count_tokens(prefix: str, split: tuple[float, float, float]) -> Counts:
-    """The counts of `<prefix>.idx`. Raises DataError."""
-    lengths = read_lengths(prefix)
+def count_tokens(lengths: np.ndarray, split: tuple[float, float, float]) -> Counts:
+    """The counts of a data set with these sequences (int32: tokens of each)."""
     bounds = split_bounds(split, len(lengths))
     tokens = [int(lengths[begin:end].sum(dtype=np.int64)) for begin, end in pairwise(bounds)]
     return Counts(lengths, tuple(tokens))

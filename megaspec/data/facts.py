@@ -2,19 +2,32 @@
 
 import hashlib
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from megaspec.core.document_lengths import Lengths, mixed
-from megaspec.core.errors import DataError, Problem
+from megaspec.core.errors import DataError, MegaspecError, Problem, UsageError
 from megaspec.core.frozen import AUTO
+from megaspec.core.remote_files import NOT_THERE, is_url
 from megaspec.core.units import plural
-from megaspec.data.lengths import lengths_path, load_lengths
+from megaspec.data.fetch import changed_there, is_here, listing_here
 from megaspec.data.manifest import DataManifest, load_manifest
+from megaspec.data.remote_text import list_text, text_urls_of
 from megaspec.data.spec import BlendPart, DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec, shares_documents
 from megaspec.data.stream_files import file_problems, find_groups, fingerprint, stream_tokenizer
+from megaspec.data.token_set import TokenSet, open_set
+from megaspec.data.urls import (
+    RemoteData,
+    StoreAway,
+    UrlPlace,
+    data_here,
+    folder_here,
+    noted_of,
+    store_of,
+    url_places,
+)
 
 if TYPE_CHECKING:
     from megaspec.data.counts import Counts
@@ -55,24 +68,31 @@ class DataFacts:
     """Of training data with a document mask, as `megaspec data inspect` has counted it; (): that is not known."""
     how_lengths: str = ""
     """Where the lengths are from, or how they can be known, in words."""
+    remote: tuple[RemoteData, ...] = ()
+    """What lies at the URLs, of those that could be read."""
+    text_urls: frozenset[str] = frozenset()
+    """Of each text file that the URLs name."""
 
 
-def data_facts(data_spec: DataSpec, *, key: str = "data") -> DataFacts:
+def data_facts(data_spec: DataSpec, *, key: str = "data", known: Sequence[RemoteData] = ()) -> DataFacts:
     """The facts for a data spec. What is wrong with the files is told in `problems`, never raised.
 
-    `key`: where the spec stands in a recipe; an evaluation set stands below `data.valid` and trains nothing.
+    `key`: where the spec stands in a recipe; an evaluation set stands below `data.valid` and trains nothing. `known`:
+    what lay at URLs when the run was resolved before: another content is a problem.
     """
     # a plug-in's source is made as it is read
-    return FACTS.get(type(data_spec), made)(data_spec, key=key)
+    return FACTS.get(type(data_spec), made)(data_spec, key=key, known=known)
 
 
-def evaluation_facts(data_spec: DataSpec, training: DataFacts) -> dict[str, DataFacts]:
+def evaluation_facts(
+    data_spec: DataSpec, training: DataFacts, *, known: Sequence[RemoteData] = ()
+) -> dict[str, DataFacts]:
     """The facts for each evaluation set. Among their problems: another tokenizer than that of the training data, and
-    files that are trained on."""
+    files that are trained on. `known`: see `data_facts`."""
     found = {}
     for name, one in data_spec.valid.items():
         key = f"data.valid.{name}"
-        facts = data_facts(_without_input(one, data_spec), key=key)
+        facts = data_facts(_without_input(one, data_spec), key=key, known=known)
         ours = training.tokenizer_sha256
         theirs = facts.tokenizer_sha256
         if ours is not None and theirs is not None and ours != theirs:
@@ -80,7 +100,7 @@ def evaluation_facts(data_spec: DataSpec, training: DataFacts) -> dict[str, Data
             text += f"{training.tokenizer} ({ours[:8]}): the same id is another token; prepare both with one tokenizer"
             problem = Problem(key, text, code="data-tokenizers")
             facts = replace(facts, problems=(*facts.problems, problem))
-        trained = _trained_on(data_spec, one, key=key)
+        trained = _trained_on(data_spec, one, key=key) or _same_content(data_spec, training, one, facts, key=key)
         if trained is not None:
             facts = replace(facts, problems=(*facts.problems, trained))
         found[name] = facts
@@ -104,15 +124,32 @@ def _trained_on(training: DataSpec, one: DataSpec, *, key: str) -> Problem | Non
     return None
 
 
+def _same_content(
+    training: DataSpec, training_facts: DataFacts, one: DataSpec, facts: DataFacts, *, key: str
+) -> Problem | None:
+    """A problem where an evaluation set fetches what is trained on: the same text file, or, under another URL, the same
+    token files."""
+    for url in sorted(facts.text_urls & training_facts.text_urls):
+        return _also_trained(f"{key}.files", url)
+    if isinstance(training, IndexedSpec) and isinstance(one, IndexedSpec) and shares_documents(training, one):
+        trained = {record.digest: record.url for record in training_facts.remote}
+        for record in facts.remote:
+            # of the same URL a rule tells, which looks at no files
+            if trained.get(record.digest, record.url) != record.url:
+                return _also_trained(key, record.url)
+    return None
+
+
 def _also_trained(key: str, path: str) -> Problem:
     text = f"{key}: {path} is training data, too: the model would be evaluated on what it has seen; take other data"
     return Problem(key, text, code="valid-trained")
 
 
 def _streamed_files(spec: StreamSpec) -> dict[Path, str]:
-    """Where each file of a stream really lies, and its path; none where that is told as a problem of the stream."""
+    """Where each file of a stream really lies that is here, and its path; none where that is told as a problem of the
+    stream."""
     try:
-        groups = find_groups(spec)
+        groups = find_groups(_of_this_machine(spec))
     except DataError:
         return {}
     return {Path(file.path).resolve(): file.path for group in groups for file in group.files}
@@ -126,7 +163,7 @@ def _without_input(one: DataSpec, training: DataSpec) -> DataSpec:
     return one.model_copy(update={"prepare": prepare.model_copy(update={"input": None})})
 
 
-def made(spec: SyntheticSpec | RandomSpec, *, key: str) -> DataFacts:
+def made(spec: SyntheticSpec | RandomSpec, *, key: str, known: Sequence[RemoteData] = ()) -> DataFacts:
     """Of data that is made as it is read: no files, no end."""
     endless = dict.fromkeys(SPLITS)
     return DataFacts(
@@ -142,30 +179,42 @@ def made(spec: SyntheticSpec | RandomSpec, *, key: str) -> DataFacts:
     )
 
 
-def _indexed(spec: IndexedSpec, *, key: str) -> DataFacts:
+def _indexed(spec: IndexedSpec, *, key: str, known: Sequence[RemoteData] = ()) -> DataFacts:
     is_training = key == "data"
     problems: list[Problem] = []
     manifests: list[DataManifest] = []
     counted = _CountedLengths()
     tokens = dict.fromkeys(SPLITS, 0)
     samples = dict.fromkeys(SPLITS, 0)
+    remote: list[RemoteData] = []
+    wrong = _wrong_urls(spec, key=key)
+    away: dict[str, str] = {}
     digest = hashlib.sha256()
     for number, part in enumerate(spec.blend):
         prefix_key = f"{key}.blend.{number}.prefix"
+        if prefix_key in wrong:
+            # told by a rule as well, and not asked for
+            problems.append(wrong[prefix_key])
+            continue
+        if store_of(part.prefix) in away:
+            # every one would wait as long
+            problems.append(_not_asked(prefix_key, part.prefix, away[store_of(part.prefix)]))
+            continue
         try:
-            manifest = load_manifest(part.prefix)
-            counts = _counts(part.prefix, spec.split)
-            if manifest is not None:
-                _check_sizes(part.prefix, manifest)
+            files, record = open_set(part.prefix, key=prefix_key, download_dir=spec.download_dir, known=known)
+            manifest = files.manifest
+            counts = _counts(files, spec.split)
+            files.check_sizes()
             # lengths that are given stand, whatever lies beside the files
             if is_training and spec.document_mask and spec.document_lengths == AUTO:
-                counted.add(part, manifest)
-        except DataError as error:
-            text = f"{prefix_key}={part.prefix}: {error}"
-            if not Path(f"{part.prefix}.idx").exists():
-                text += f"; make it with `{prepare_command(spec, number)}`"
-            problems.append(Problem(prefix_key, text, code="data-files"))
+                counted.add(part, files)
+        except (DataError, UsageError) as error:
+            if isinstance(error, StoreAway):
+                away[store_of(part.prefix)] = part.prefix
+            problems.append(_unreadable(prefix_key, part.prefix, error, spec, number))
             continue
+        if record is not None:
+            remote.append(record)
         for name, n_tokens in zip(SPLITS, counts.tokens, strict=True):
             tokens[name] += n_tokens
             # the last sequence needs one token more, its last label
@@ -207,7 +256,37 @@ def _indexed(spec: IndexedSpec, *, key: str) -> DataFacts:
         problems=tuple(problems),
         document_lengths=counted.lengths,
         how_lengths=counted.how,
+        remote=tuple(remote),
     )
+
+
+def _not_asked(key: str, url: str, before: str) -> Problem:
+    text = f"{key}={url}: not asked for, since the store did not answer for {before}"
+    return Problem(key, text, code="data-files")
+
+
+def _wrong_urls(spec: IndexedSpec | StreamSpec, *, key: str) -> dict[str, Problem]:
+    """Where a URL can't be asked for -> why."""
+    found = {}
+    for place in url_places(spec, key=key):
+        if place.wrong:
+            found[place.key] = Problem(place.key, place.wrong, code="data-url")
+    return found
+
+
+def _unreadable(key: str, prefix: str, error: MegaspecError, spec: IndexedSpec, number: int) -> Problem:
+    """A data set that is not there, or is no data set, and what to do about it."""
+    text = str(error)
+    if not text.startswith(f"{prefix}: "):
+        text = f"{prefix}: {text}"
+    text = f"{key}={text}"
+    if is_url(prefix):
+        if NOT_THERE in text:
+            text += "; a data set is its .bin, .idx and .manifest.json, as `megaspec data prepare` makes them: upload"
+            text += " all of them under that name"
+    elif not Path(f"{prefix}.idx").exists():
+        text += f"; make it with `{prepare_command(spec, number)}`"
+    return Problem(key, text, code="data-files")
 
 
 class _CountedLengths:
@@ -223,10 +302,10 @@ class _CountedLengths:
         self._uncounted: list[str] = []
         self._unusable: list[str] = []
 
-    def add(self, part: BlendPart, manifest: DataManifest | None) -> None:
-        """A data set, with what was counted of it. `manifest`: its own."""
+    def add(self, part: BlendPart, files: TokenSet) -> None:
+        """A data set, with what was counted of it."""
         try:
-            record = load_lengths(part.prefix, manifest)
+            record = files.histogram()
         except DataError as error:
             self._unusable.append(str(error))
             record = None
@@ -236,7 +315,7 @@ class _CountedLengths:
             # without weights each counts by its tokens
             share = float(record.tokens) if part.weight is None else part.weight
             self._parts.append((record.lengths, share))
-            self._files.append(str(lengths_path(part.prefix)))
+            self._files.append(files.lengths_file)
 
     @property
     def lengths(self) -> Lengths:
@@ -272,10 +351,6 @@ class _CountedLengths:
 
 def prepare_command(spec: IndexedSpec, number: int) -> str:
     """The command that makes a data set of the blend. INPUT and NAME stand for what nothing says."""
-    prefix = spec.blend[number].prefix
-    if "://" in prefix:
-        here = f"data/{prefix.rstrip('/').rpartition('/')[2]}"
-        return f"megaspec data fetch {shlex.join([prefix, '--out', here])}"
     given = "INPUT"
     tokenizer = None
     if spec.prepare is not None:
@@ -302,27 +377,11 @@ def _tokenizer_beside(prefix: str) -> str | None:
     return copy if Path(copy).exists() else None
 
 
-def _counts(prefix: str, split: tuple[float, float, float]) -> "Counts":
-    index = Path(f"{prefix}.idx")
-    try:
-        index.stat()
-    except OSError as error:
-        raise DataError(f"{index}: can't be read: {error.strerror}") from error
+def _counts(files: TokenSet, split: tuple[float, float, float]) -> "Counts":
+    lengths = files.lengths()
     from megaspec.data.counts import count_tokens  # numpy, only where there are token files
 
-    return count_tokens(prefix, split)
-
-
-def _check_sizes(prefix: str, manifest: DataManifest) -> None:
-    """Raises DataError for files that were cut off. They are not read: a training checks what it reads."""
-    for ending, said in ((".bin", manifest.bin_bytes), (".idx", manifest.idx_bytes)):
-        path = Path(f"{prefix}{ending}")
-        try:
-            found = path.stat().st_size
-        except OSError as error:
-            raise DataError(f"{path}: can't be read: {error.strerror}") from error
-        if found != said:
-            raise DataError(f"{path}: size={found}, its manifest says {said}: damaged or not its file")
+    return count_tokens(lengths, split)
 
 
 def _nothing_to_count(key: str, prefix: str, spec: IndexedSpec, tokens: int) -> Problem:
@@ -345,24 +404,42 @@ def _mixed_tokenizers(spec: IndexedSpec, manifests: list[DataManifest], *, key: 
     return [Problem(key, text, code="data-tokenizers")]
 
 
-def _stream(spec: StreamSpec, *, key: str = "data") -> DataFacts:
+def _stream(spec: StreamSpec, *, key: str = "data", known: Sequence[RemoteData] = ()) -> DataFacts:
     """Of text files: how many tokens they have is not known before they are read."""
     problems: list[Problem] = []
-    groups = None
+    remote: list[RemoteData] = []
+    text_urls: set[str] = set()
     tokenizer = None
-    try:
-        groups = find_groups(spec)
-        for wrong in file_problems(spec, groups):
-            problems.append(Problem(f"{key}.files", f"{key}.files: {wrong}", code="data-files"))
-    except DataError as error:
-        problems.append(Problem(f"{key}.files", str(error), code="data-files"))
+    wrong = _wrong_urls(spec, key=key)
+    away: dict[str, str] = {}
+    for place in url_places(spec, key=key):
+        if place.key in wrong:
+            problems.append(wrong[place.key])
+            continue
+        if store_of(place.url) in away:
+            problems.append(_not_asked(place.key, place.url, away[store_of(place.url)]))
+            continue
+        try:
+            record, urls = _text_there(place, known)
+        except (DataError, UsageError) as error:
+            if isinstance(error, StoreAway):
+                away[store_of(place.url)] = place.url
+            text = str(error)
+            if not text.startswith(f"{place.url}: "):
+                text = f"{place.url}: {text}"
+            problems.append(Problem(place.key, f"{place.key}={text}", code="data-files"))
+            continue
+        remote.append(record)
+        text_urls.update(urls)
+    if not problems:
+        problems += _text_problems(spec, remote, key=key)
     try:
         tokenizer = stream_tokenizer(spec)
     except DataError as error:
         problems.append(Problem(f"{key}.tokenizer", str(error), code="data-files"))
-    known = ""
-    if groups is not None and tokenizer is not None:
-        known = fingerprint(groups, tokenizer)
+    known_by = ""
+    if not problems and tokenizer is not None:
+        known_by = fingerprint(spec, tokenizer, remote)
     endless = dict.fromkeys(SPLITS)
     return DataFacts(
         vocab_size=None if tokenizer is None else tokenizer.vocab_size,
@@ -372,10 +449,51 @@ def _stream(spec: StreamSpec, *, key: str = "data") -> DataFacts:
         samples=endless,
         tokenizer=None if tokenizer is None else tokenizer.name,
         tokenizer_sha256=None if tokenizer is None else tokenizer.sha256,
-        fingerprint=known,
+        fingerprint=known_by,
         problems=tuple(problems),
         how_lengths=_OF_A_STREAM,
+        remote=tuple(remote),
+        text_urls=frozenset(text_urls),
     )
+
+
+def _text_there(place: UrlPlace, known: Sequence[RemoteData]) -> tuple[RemoteData, list[str]]:
+    """What lies at a URL of text files, and the URL of each. Raises as `open_set`."""
+    before = noted_of(place.url, known)
+    if before is not None:
+        names = listing_here(folder_here(before, place.download_dir), before)
+        if names is not None:
+            return before, text_urls_of(place.url, names)
+    listing = list_text(place.url)
+    if before is not None and before.digest != listing.record.digest:
+        raise DataError(changed_there(place.url, before.digest, listing.record.digest))
+    return listing.record, text_urls_of(place.url, [file.name for file in listing.files])
+
+
+def _text_problems(spec: StreamSpec, remote: Sequence[RemoteData], *, key: str) -> list[Problem]:
+    """What is wrong with the names and weights of a stream's files, and with the first document of each that is here:
+    what is fetched later is looked at when it is read."""
+    if all(is_here(place, noted_of(place.url, remote)) for place in url_places(spec, key=key)):
+        spec = data_here(spec, remote)
+    else:
+        spec = _of_this_machine(spec)
+        if not spec.files:
+            return []
+    try:
+        groups = find_groups(spec)
+    except DataError as error:
+        return [Problem(f"{key}.files", str(error), code="data-files")]
+    return [
+        Problem(f"{key}.files", f"{key}.files: {wrong}", code="data-files") for wrong in file_problems(spec, groups)
+    ]
+
+
+def _of_this_machine(spec: StreamSpec) -> StreamSpec:
+    """A stream without the files that URLs name."""
+    entries = tuple(entry for entry in spec.files if not is_url(entry.path))
+    if len(entries) == len(spec.files):
+        return spec
+    return spec.model_copy(update={"files": entries})
 
 
 FACTS: dict[type[DataSpec], Callable[..., DataFacts]] = {

@@ -83,7 +83,15 @@ def read_lengths(prefix: str | Path) -> np.ndarray:
     """int32 [S]: tokens of each sequence, with the header of the .idx checked and nothing else. Raises DataError."""
     path = Path(f"{prefix}.idx")
     buffer = map_file(path)
-    _, n_sequences, _ = _parse_header(buffer, path)
+    return lengths_in(buffer, size=len(buffer), path=path)
+
+
+def lengths_in(buffer: Any, *, size: int, path: str | Path) -> np.ndarray:
+    """As `read_lengths`, of the beginning of an .idx file, which has `size` bytes and is named `path`; the lengths are
+    in its first HEADER.size + 4 · S bytes."""
+    _, n_sequences, _ = _parse_header(buffer, path, size=size)
+    if len(buffer) < HEADER.size + 4 * n_sequences:
+        raise DataError(f"{path}: sequence count={n_sequences}, its manifest says less")
     lengths = np.frombuffer(buffer, "<i4", n_sequences, HEADER.size)
     if len(lengths) and lengths.min() < 0:
         raise DataError(f"{path}: length of sequence {int(np.argmin(lengths))}={lengths.min()}, it is at least 0")
@@ -97,7 +105,7 @@ def _checksums(text: str) -> np.ndarray:
 
 def parse_index(buffer: Any, *, path: Path, bin_path: Path) -> Index:
     """The checked index in a buffer; see `read_index`."""
-    dtype, n_sequences, n_bounds = _parse_header(buffer, path)
+    dtype, n_sequences, n_bounds = _parse_header(buffer, path, size=len(buffer))
     lengths = np.frombuffer(buffer, "<i4", n_sequences, HEADER.size)
     offsets = np.frombuffer(buffer, "<i8", n_sequences, HEADER.size + 4 * n_sequences)
     documents = np.frombuffer(buffer, "<i8", n_bounds, HEADER.size + 12 * n_sequences)
@@ -115,9 +123,8 @@ def parse_index(buffer: Any, *, path: Path, bin_path: Path) -> Index:
     return Index(dtype, lengths, offsets, documents, tokens)
 
 
-def _parse_header(buffer: Any, path: Path) -> tuple[np.dtype, int, int]:
-    """Number format of .bin, S and D."""
-    size = len(buffer)
+def _parse_header(buffer: Any, path: str | Path, *, size: int) -> tuple[np.dtype, int, int]:
+    """Number format of .bin, S and D. `size`: bytes of the file."""
     if size < HEADER.size:
         raise DataError(f"{path}: size={size}, the header alone has {HEADER.size} bytes: truncated")
     magic, version, code, n_sequences, n_bounds = HEADER.unpack_from(buffer)

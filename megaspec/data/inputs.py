@@ -194,7 +194,12 @@ def _python_input() -> Input:
 
 def _kind(path: Path) -> str | None:
     """How a file is read, by its name; None for one of no known kind."""
-    name = path.name.lower()
+    return kind_of_name(path.name)
+
+
+def kind_of_name(name: str) -> str | None:
+    """How a file of that name is read; None for one of no known kind."""
+    name = name.lower()
     for ending, kind in _KINDS.items():
         if name.endswith(ending):
             return kind

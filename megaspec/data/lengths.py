@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _BINS = 32
 # Lengths that are counted at a time; with their sums below 2^53, which float64 holds whole.
 _CHUNK = 2**20
-_LIMIT = 2**20
+LENGTHS_LIMIT = 2**20
 
 
 class CountedBin(Frozen):
@@ -122,13 +122,22 @@ def load_lengths(prefix: str | Path, manifest: DataManifest | None) -> LengthsRe
     path = lengths_path(prefix)
     try:
         with open(path, "rb") as file:
-            raw = file.read(_LIMIT + 1)
+            raw = file.read(LENGTHS_LIMIT + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise DataError(f"{path} is not used: it can't be read: {error.strerror}") from error
-    if len(raw) > _LIMIT:
-        raise DataError(f"{path} is not used: larger than {_LIMIT} bytes, so no histogram of lengths")
+    if len(raw) > LENGTHS_LIMIT:
+        raise DataError(f"{path} is not used: larger than {LENGTHS_LIMIT} bytes, so no histogram of lengths")
+    found = manifest.idx_sha256 if manifest is not None else sha256_of_files([Path(f"{prefix}.idx")])
+    return parse_lengths(raw, where=str(path), idx_sha256=found)
+
+
+def parse_lengths(raw: bytes, *, where: str, idx_sha256: str) -> LengthsRecord:
+    """The histogram in the bytes of its file; `where` names it. `idx_sha256`: of the index that is in use.
+
+    Raises DataError when it can't be used: it is damaged, or was counted from another index.
+    """
     try:
         record = LengthsRecord.model_validate_json(raw)
         # a bin that no lengths can have
@@ -138,11 +147,10 @@ def load_lengths(prefix: str | Path, manifest: DataManifest | None) -> LengthsRe
         field = ".".join(str(part) for part in first["loc"]) or "content"
         # without the way out for who writes lengths into a recipe
         wrong = first.get("ctx", {}).get("rule", first["msg"])
-        raise DataError(f"{path} is not used: damaged: {field}: {wrong}") from error
-    found = manifest.idx_sha256 if manifest is not None else sha256_of_files([Path(f"{prefix}.idx")])
-    if record.idx_sha256 != found:
+        raise DataError(f"{where} is not used: damaged: {field}: {wrong}") from error
+    if record.idx_sha256 != idx_sha256:
         raise DataError(
-            f"{path} is not used: it has the lengths of other files: idx_sha256={record.idx_sha256[:8]}..., "
-            f"{prefix}.idx has {found[:8]}..."
+            f"{where} is not used: it has the lengths of other files: idx_sha256={record.idx_sha256[:8]}..., "
+            f"the .idx in use has {idx_sha256[:8]}..."
         )
     return record

@@ -124,6 +124,11 @@ class DataManifest(Frozen):
         """Hash of everything that the files hold."""
         return hashlib.sha256((self.idx_sha256 + self.bin_crc32).encode()).hexdigest()
 
+    @property
+    def digest(self) -> str:
+        """Hash of what the files hold and of the tokenizer that says what it means."""
+        return hashlib.sha256((self.fingerprint + self.tokenizer.model_dump_json()).encode()).hexdigest()
+
 
 def manifest_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.manifest.json")
@@ -196,30 +201,35 @@ def load_manifest(prefix: str | Path) -> DataManifest | None:
         raise DataError(f"{path}: can't be read: {error.strerror}") from error
     if len(raw) > MANIFEST_LIMIT:
         raise DataError(f"{path}: larger than {MANIFEST_LIMIT} bytes, so no manifest; prepare the data again")
+    return parse_manifest(raw, where=str(path))
+
+
+def parse_manifest(raw: bytes, *, where: str) -> DataManifest:
+    """The manifest in the bytes of its file; `where` names it. Raises DataError when it is damaged or inconsistent."""
     try:
         body = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not a manifest ({error}); prepare the data again") from error
+        raise DataError(f"{where}: not a manifest ({error}); prepare the data again") from error
     if not isinstance(body, dict):
-        raise DataError(f"{path}: not a manifest (no JSON object); prepare the data again")
+        raise DataError(f"{where}: not a manifest (no JSON object); prepare the data again")
     # before the content is looked at: what is damaged may look well-formed
     claimed = body.pop("sha256", None)
     found = _own_hash(body)
     if claimed != found:
-        raise DataError(f"{path}: sha256={claimed}, but its content hashes to {found}: damaged or edited")
+        raise DataError(f"{where}: sha256={claimed}, but its content hashes to {found}: damaged or edited")
     try:
         manifest = DataManifest.model_validate_json(json.dumps(body))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{path}: {field}: {first['msg']}") from error
+        raise DataError(f"{where}: {field}: {first['msg']}") from error
     for field, size, checksums in (
         ("bin_crc32", manifest.bin_bytes, manifest.bin_crc32),
         ("idx_crc32", manifest.idx_bytes, manifest.idx_crc32),
     ):
         expected = -(-size // manifest.block_bytes)
         if len(checksums) != 8 * expected:
-            raise DataError(f"{path}: {field} has {len(checksums) // 8} checksums, {expected} blocks need as many")
+            raise DataError(f"{where}: {field} has {len(checksums) // 8} checksums, {expected} blocks need as many")
     return manifest
 
 

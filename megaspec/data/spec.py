@@ -32,6 +32,8 @@ from megaspec.core.kinds import Kinds, tags_of
 ORDER_VERSION = 2
 # With a document mask, each token of synthetic data begins a new document with this probability.
 SYNTHETIC_DOCUMENT_RATE = 1 / 32
+# Relative to where a run is started, beside run folders.
+DOWNLOADS = "runs/downloads"
 # Of a stream: what a checkpoint notes of each is a few numbers.
 MOST_LANES = 2**14
 
@@ -113,7 +115,8 @@ class BlendPart(Frozen):
     """One data set of a blend."""
 
     prefix: str
-    """Path of the .bin and .idx files without their ending."""
+    """Path or URL of the .bin and .idx files without their ending. A URL is s3://bucket/data/web, or has another scheme
+    of fsspec's; each host fetches what is there before the run starts."""
     weight: PositiveFloat | None = None
     """Share of this data set; the weights are divided by their sum. All data sets of a blend have one, or none has:
     then each counts by its sequences, and the blend is one pass at most. A single data set may have one as well: as in
@@ -141,7 +144,10 @@ class IndexedSpec(DataSpec):
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969.0, 30.0, 1.0)
     """Shares of documents for training, validation and test."""
     cache: Auto[str] = "auto"
-    """Folder for index files. auto: `index-cache` beside the first data set."""
+    """Folder for index files. auto: `index-cache` beside the first data set, or in download_dir where that is a URL."""
+    download_dir: str = DOWNLOADS
+    """Folder into which data that is given as a URL is fetched, once by each host, before a run starts; it stays there
+    for other runs. A disk of the host's own is fastest."""
 
     prepare: PrepareSpec | None = None
     """With what `megaspec data prepare` makes the data sets, for the command that is told where one is missing."""
@@ -195,7 +201,8 @@ class StreamFiles(Frozen):
     """Text files of a stream."""
 
     path: str
-    """A .jsonl, .ndjson, .txt, .md or .parquet file, a folder of them, or a pattern such as data/*.jsonl."""
+    """A .jsonl, .ndjson, .txt, .md or .parquet file, a folder of them, or a pattern such as data/*.jsonl; or a URL of
+    one of these, such as s3://bucket/text/*.jsonl, which each host fetches before the run starts."""
     weight: PositiveFloat | None = None
     """Share of these files in the samples; the weights are divided by their sum. All entries have one, or none has:
     then they are one collection, of which a pass takes every document once."""
@@ -224,6 +231,9 @@ class StreamSpec(DataSpec):
     at one may go on with skip: all that it has read stays the same."""
     workers: Annotated[Count, Field(ge=0, le=256)] = 1
     """Processes of each rank that tokenize ahead of it; 0: the rank does it itself. Changes nothing in the order."""
+    download_dir: str = DOWNLOADS
+    """Folder into which data that is given as a URL is fetched, once by each host, before a run starts; it stays there
+    for other runs. A disk of the host's own is fastest."""
 
 
 SOURCE_KINDS = Kinds()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megaspec.core.errors import DataError
 from megaspec.data.inputs import PYTHON_CORPUS, BadLine, InputSlice, find_inputs, read_documents
 from megaspec.data.spec import StreamFiles, StreamSpec
+from megaspec.data.urls import RemoteData, noted_of
 
 if TYPE_CHECKING:
     from megaspec.data.tokenizer import Tokenizer
@@ -122,26 +123,41 @@ def stream_tokenizer(spec: StreamSpec) -> "Tokenizer":
         return ByteTokenizer()
     # what a hub serves may be other on the next start, and ranks may not reach it
     if not Path(spec.tokenizer).exists():
-        text = f"data.tokenizer={spec.tokenizer}: no such file or folder"
+        text = f"data.tokenizer={spec.tokenizer}: no such file or folder here"
         raise DataError(f"{text}; it is byte, a tokenizer.json or a folder with one")
     return load_tokenizer(spec.tokenizer)
 
 
-def fingerprint(groups: Sequence[FileGroup], tokenizer: "Tokenizer") -> str:
-    """Hash of the tokenizer, and of the files' names, sizes and times of change: their content is not read."""
+def fingerprint(spec: StreamSpec, tokenizer: "Tokenizer", remote: Sequence[RemoteData] = ()) -> str:
+    """Hash of the tokenizer, and of the files' names, sizes and times of change: their content is not read. Of files
+    that a URL names it is what `remote` notes of them. Raises DataError for an entry that names nothing."""
     digest = hashlib.sha256(tokenizer.sha256.encode())
-    for number, group in enumerate(groups):
-        for file in group.files:
-            digest.update(f"\n{number} {file.bytes} {file.written} {file.path}".encode("utf-8", "surrogateescape"))
+    for number, files in enumerate(_by_collection(spec, remote)):
+        for file in files:
+            digest.update(f"\n{number} {file}".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 
-def check_unchanged(spec: StreamSpec, said: str) -> None:
+def _by_collection(spec: StreamSpec, remote: Sequence[RemoteData]) -> list[list[str]]:
+    """What each collection's files are known by: with weights each entry is one, without any all together are."""
+    found = []
+    for number, entry in enumerate(spec.files):
+        record = noted_of(entry.path, remote)
+        if record is not None:
+            found.append([f"{record.bytes} {record.digest} {record.url}"])
+        else:
+            found.append([f"{file.bytes} {file.written} {file.path}" for file in _files_of(number, entry)])
+    if all(entry.weight is None for entry in spec.files):
+        return [[file for files in found for file in files]]
+    return found
+
+
+def check_unchanged(spec: StreamSpec, said: str, remote: Sequence[RemoteData] = ()) -> None:
     """Raises DataError where files or tokenizer are not those that the run was resolved with.
 
-    said: their hash then; "" for a Spec that was made without looking at them.
+    said: their hash then; "" for a Spec that was made without looking at them. remote: what it notes of URLs.
     """
-    if not said or fingerprint(find_groups(spec), stream_tokenizer(spec)) == said:
+    if not said or fingerprint(spec, stream_tokenizer(spec), remote) == said:
         return
     raise DataError(OTHER_FILES)
 

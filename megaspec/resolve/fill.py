@@ -18,6 +18,7 @@ from megaspec.core.document_lengths import Lengths, mean_length, share_hidden
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
+from megaspec.core.remote_files import is_url
 from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.attention_rates import fastest, kind_of
 from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
@@ -153,12 +154,19 @@ def vocabulary(draft: ResolverDraft) -> None:
 
 def data_cache(draft: ResolverDraft) -> None:
     if draft["data.kind"] == "indexed":
-        folder = PurePath(draft["data.blend"][0]["prefix"]).parent / "index-cache"
-        draft.fill("data.cache", str(folder), "beside the first data set")
+        folder, reason = _index_folder(draft["data.blend"][0]["prefix"], draft["data.download_dir"])
+        draft.fill("data.cache", folder, reason)
     for name, source in draft.recipe.data.valid.items():
         if isinstance(source, IndexedSpec):
-            folder = PurePath(source.blend[0].prefix).parent / "index-cache"
-            draft.fill(f"data.valid.{name}.cache", str(folder), "beside the first data set")
+            folder, reason = _index_folder(source.blend[0].prefix, source.download_dir)
+            draft.fill(f"data.valid.{name}.cache", folder, reason)
+
+
+def _index_folder(first: str, download_dir: str) -> tuple[str, str]:
+    """Where index files of a blend are kept, and why there. `first`: the prefix of its first data set."""
+    if is_url(first):
+        return str(PurePath(download_dir, "index-cache")), "data.download_dir, since the first data set is a URL"
+    return str(PurePath(first).parent / "index-cache"), "beside the first data set"
 
 
 def data_lanes(draft: ResolverDraft) -> None:

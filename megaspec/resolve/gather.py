@@ -1,6 +1,7 @@
 """Facts from disk: manifests of the data, which run folders exist, and the weights to begin with. Torch-free."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megaspec.checkpoint.spec import InitSpec
 from megaspec.core.errors import CheckpointError
 from megaspec.core.frozen import AUTO
 from megaspec.data.facts import data_facts, evaluation_facts
+from megaspec.data.urls import RemoteData
 from megaspec.hf.digest import folder_digest
 from megaspec.hf.fits import fit_of
 from megaspec.hf.folder import first_of, open_hf_folder
@@ -26,16 +28,19 @@ from megaspec_kernels.gone import without_gone
 RUNS = Path("runs")
 
 
-def gather_facts(recipe: Recipe) -> Facts:
+def gather_facts(recipe: Recipe, known: Sequence[RemoteData] = ()) -> Facts:
     """What the resolver has to know about a recipe's data and run folder. What is wrong with the data is told in
-    `problems`, never raised."""
-    data = data_facts(recipe.data)
+    `problems`, never raised. `known`: what lay at URLs when the run was resolved before (Spec.remote)."""
+    data = data_facts(recipe.data, known=known)
     run_dir = str(free_run_dir(recipe.name))
     weights = source_of_weights(recipe.init)
     problems = list(data.problems)
     sets = {}
-    for name, facts in evaluation_facts(recipe.data, data).items():
+    # a URL may stand in several places
+    remote = {record.url: record for record in data.remote}
+    for name, facts in evaluation_facts(recipe.data, data, known=known).items():
         problems += facts.problems
+        remote |= {record.url: record for record in facts.remote}
         if not facts.problems:
             sets[name] = SetFacts(facts.vocab_size, facts.samples["valid"])
     if data.problems:
@@ -46,6 +51,7 @@ def gather_facts(recipe: Recipe) -> Facts:
             valid_sets=sets,
             weights=weights,
             problems=tuple(problems),
+            remote=tuple(remote.values()),
         )
     return Facts(
         run_dir=run_dir,
@@ -59,6 +65,7 @@ def gather_facts(recipe: Recipe) -> Facts:
         fingerprint=data.fingerprint,
         weights=weights,
         problems=tuple(problems),
+        remote=tuple(remote.values()),
     )
 
 

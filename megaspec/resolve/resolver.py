@@ -12,6 +12,7 @@ from megaspec.core.axes import world_size
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.core.problems import origin_of, typed_problems
 from megaspec.data.spec import ORDER_VERSION
+from megaspec.data.urls import RemoteData
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.fill import FILLS, ResolverDraft
@@ -34,6 +35,7 @@ class Settled:
     recipe: Recipe
     target: Target
     data_fingerprint: str
+    remote: tuple[RemoteData, ...]
     decisions: tuple[Decision, ...]
 
     def samples(self, moved: int = 0) -> int:
@@ -60,6 +62,7 @@ class Settled:
             "weights_from": None if weights_from is None else weights_from.model_dump(mode="json"),
             "data_order": ORDER_VERSION,
             "data_fingerprint": self.data_fingerprint,
+            "remote": [record.model_dump(mode="json") for record in self.remote],
             "decisions": [decision.model_dump(mode="json") for decision in self.decisions],
             "plugins": plugins.loaded(),
         }
@@ -119,14 +122,15 @@ def settle(
     # the quick question first: ways out are tried only where a rule is broken
     if not is_legal(case):
         problems = broken_rules(replace(case, trial=trials(recipe, case)), decisions=decisions, origins=origins)
-    settled = Settled(filled, target, facts.fingerprint, decisions)
+    settled = Settled(filled, target, facts.fingerprint, facts.remote, decisions)
     if refused is not None:
         if problems or draft.problems:
             # no Spec to ask about: what can't be trained is known without one
             problems += unbuilt_problems(filled, origins)
         else:
             problems += refused(settled.spec((settled.samples(),)))
-    data_problems = located([*facts.problems, *draft.problems], origins)
+    told = {problem.message for problem in problems}
+    data_problems = located([p for p in (*facts.problems, *draft.problems) if p.message not in told], origins)
     if problems:
         raise RecipeError([*problems, *data_problems])
     if data_problems:

@@ -214,6 +214,7 @@ def _order(recipe: Recipe) -> dict[str, Any]:
     content.pop("bad_lines", None)
     content.pop("prepare", None)
     content.pop("workers", None)
+    content.pop("download_dir", None)
     # what a plan believes of the documents
     content.pop("document_lengths", None)
     return content

@@ -9,6 +9,7 @@ from megaspec.core.frozen import AUTO
 from megaspec.core.problems import show
 from megaspec.core.units import counted
 from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, StreamSpec, shares_documents
+from megaspec.data.urls import all_url_places
 from megaspec.rules.case import LONGEST_RAMP, Case, sequence_unit
 from megaspec.rules.ways import Way, way_out
 from megaspec.train.batch_schedule import BatchSchedule
@@ -305,6 +306,14 @@ def _said_of_documents(prefix: str, data: DataSpec) -> dict[str, str]:
     if lengths is not None and lengths != AUTO:
         said[f"{prefix}.document_lengths"] = f"[{counted(len(lengths), 'bin')}]"
     return said
+
+
+def no_secret_in_data_urls(case: Case) -> Problem | None:
+    """URLs of data hold no user and no password: recipes and run folders are read by others."""
+    for place in all_url_places(case.recipe.data):
+        if place.wrong:
+            return Problem(place.key, place.wrong)
+    return None
 
 
 def evaluation_sets_are_not_trained_on(case: Case) -> Problem | None:

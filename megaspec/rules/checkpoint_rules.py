@@ -2,6 +2,7 @@
 
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
+from megaspec.core.remote_files import wrong_in_url
 from megaspec.data.spec import evaluation_sets
 from megaspec.rules.case import Case
 
@@ -83,12 +84,7 @@ def no_secret_in_a_url(case: Case) -> Problem | None:
     url = case.recipe.checkpoint.copy_to
     if url is None:
         return None
-    key = "checkpoint.copy_to"
-    scheme, found, place = url.partition("://")
-    if not found or not scheme or not place.strip("/"):
-        return Problem(key, f"{key}={url.rpartition('@')[2]} must be a URL, scheme://place; try s3://bucket/run")
-    host, _, _ = place.partition("/")
-    if "@" in host or "?" in place:
-        text = f"{key}={scheme}://***: a URL holds no user, password or query here; leave them out, and set"
-        return Problem(key, f"{text} AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what the scheme's package reads")
-    return None
+    wrong = wrong_in_url(url, example="s3://bucket/run")
+    if not wrong:
+        return None
+    return Problem("checkpoint.copy_to", f"checkpoint.copy_to={wrong}")

@@ -4,6 +4,8 @@ import re
 from pathlib import PurePosixPath
 
 from megaspec.core.errors import Problem, RecipeError
+from megaspec.data.spec import DOWNLOADS
+from megaspec.data.urls import all_url_places
 from megaspec.estimate.hardware import hardware_named
 from megaspec.launcher.spec import ClusterLauncher, KubernetesLauncher, SlurmLauncher
 from megaspec.rules.case import Case
@@ -132,20 +134,43 @@ def run_lies_in_a_volume(case: Case) -> Problem | None:
         return None
     # run_dir may be left open: it then lies in the folder runs
     run_dir = str(case.recipe.run_dir)
-    place = PurePosixPath(launcher.work_dir, run_dir)
-    writable = [volume.path for volume in launcher.volumes if not volume.read_only]
-    nearest = ""
-    for volume in launcher.volumes:
-        if place.is_relative_to(volume.path) and len(volume.path) > len(nearest):
-            nearest = volume.path
-    if nearest in writable and ".." not in place.parts:
+    if _pods_may_write(launcher, run_dir):
         return None
+    writable = [volume.path for volume in launcher.volumes if not volume.read_only]
     if writable:
         way = f"set launcher.work_dir={writable[0]}, or mount a volume at {launcher.work_dir}"
     else:
         way = "give it a volume without read_only"
     text = f"run_dir={run_dir} in launcher.work_dir={launcher.work_dir} must lie in a volume that pods may write, or "
     return Problem("launcher.work_dir", f"{text}it is gone with them; {way}")
+
+
+def downloads_lie_in_a_volume(case: Case) -> Problem | None:
+    """Pods fetch data into a volume that they may write, or into /tmp: all else is read-only."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, KubernetesLauncher):
+        return None
+    for place in all_url_places(case.recipe.data):
+        if _pods_may_write(launcher, place.download_dir) or PurePosixPath(place.download_dir).is_relative_to("/tmp"):
+            continue
+        key = f"{place.section}.download_dir"
+        text = (
+            f"{key}={place.download_dir} in launcher.work_dir={launcher.work_dir} must lie in a volume that pods may "
+        )
+        return Problem(
+            key, f"{text}write, since {place.url} is fetched there; set {key}={DOWNLOADS}, or mount one there"
+        )
+    return None
+
+
+def _pods_may_write(launcher: KubernetesLauncher, path: str) -> bool:
+    """Whether a path of pods lies in a volume that they may write."""
+    place = PurePosixPath(launcher.work_dir, path)
+    nearest = None
+    for volume in launcher.volumes:
+        if place.is_relative_to(volume.path) and (nearest is None or len(volume.path) > len(nearest.path)):
+            nearest = volume
+    return nearest is not None and not nearest.read_only and ".." not in place.parts
 
 
 def volumes_have_places(case: Case) -> Problem | None:

@@ -23,6 +23,7 @@ FREE = (
     "data.bad_lines",
     "data.cache",
     "data.document_lengths",
+    "data.download_dir",
     "data.prepare",
     "data.valid",
     "data.workers",

@@ -536,6 +536,11 @@ _BATCH = {
         ("data.document_mask=true",),
         "data.document_lengths",
     ),
+    "data-url": Example(
+        ("data.blend=[{prefix: 's3://me:secret@bucket/data/web'}]",),
+        ("data.blend=[{prefix: 's3://bucket/data/web'}]",),
+        "data.blend.0.prefix",
+    ),
     "valid-trained": Example(
         ("data.valid.web={blend: [{prefix: data/hello}]}",),
         ("data.valid.web.split=[969,30,1]",),
@@ -779,6 +784,11 @@ _LAUNCH = {
     "launch-name": Example((*_PODS, _VOLUME, "name=My_Run"), ("launcher.job=my-run",), "name"),
     "launch-volume": Example(
         (*_PODS, "launcher.volumes=[{claim: runs, path: /data}]"), ("launcher.work_dir=/data",), "launcher.work_dir"
+    ),
+    "launch-downloads": Example(
+        (*_PODS, _VOLUME, "data.blend=[{prefix: 's3://bucket/data/web'}]", "data.download_dir=/scratch"),
+        ("data.download_dir=runs/downloads",),
+        "data.download_dir",
     ),
     "launch-places": Example(
         (*_PODS, "launcher.volumes=[{claim: runs, path: /workspace}, {claim: more, path: /tmp}]"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from megaspec.core.document_lengths import Lengths
 from megaspec.core.errors import Problem
+from megaspec.data.urls import RemoteData
 from megaspec.recipe import ModelSpec
 
 
@@ -76,5 +77,7 @@ class Facts:
     """Where the weights begin; None: nowhere but in train.seed."""
     problems: tuple[Problem, ...] = ()
     """Data that is missing or damaged."""
+    remote: tuple[RemoteData, ...] = ()
+    """What lies at the URLs of data, of those that could be read."""
     start: RunStart = RunStart()
     """With what the run begins. Of a fork the resolver knows it, since the run that it is from is one of its inputs."""

@@ -20,6 +20,7 @@ from megaspec.core.faults import failpoint
 from megaspec.data.loader import eval_batches, open_source
 from megaspec.data.source import CountedSource, Source
 from megaspec.data.spec import ORDER_VERSION, DataSpec, evaluation_sets
+from megaspec.data.urls import data_here
 from megaspec.launcher.stop import stop_requested
 from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime.build import TrainState
@@ -134,7 +135,7 @@ class Evaluation:
             spec = self._built.spec
             assert spec.data_order == ORDER_VERSION, f"order {spec.data_order} of the data, {ORDER_VERSION} is made"
             self._sources[name] = open_source(
-                data,
+                data_here(data, spec.remote),
                 split="valid",
                 seed=data.seed,
                 segments=spec.segments,

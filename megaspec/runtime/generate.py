@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from megaspec.core.errors import DataError
-from megaspec.data.provenance import tokenizer_of
-from megaspec.data.spec import DataSource, IndexedSpec, StreamSpec
+from megaspec.data.provenance import tokenizer_of_data
+from megaspec.data.spec import IndexedSpec, StreamSpec
 from megaspec.data.stream_files import stream_tokenizer
 from megaspec.data.tokenizer import Tokenizer, load_tokenizer
 from megaspec.hf.companions import FOLDER, TOKENIZER, kept_companions
@@ -233,13 +233,14 @@ def for_one_device(spec: Spec, *, cuda: bool) -> Spec:
     return Spec.model_validate_json(json.dumps(fields))
 
 
-def run_tokenizer(data: DataSource, run_dir: Path) -> Tokenizer:
+def run_tokenizer(spec: Spec, run_dir: Path) -> Tokenizer:
     """The tokenizer that made a run's data, or else the one that the weights came with that it began with.
 
     DataError: there is neither. CheckpointError: the run's folder has a link in its place.
     """
+    data = spec.data
     if isinstance(data, IndexedSpec):
-        return tokenizer_of(data.blend[0].prefix)
+        return tokenizer_of_data(data, spec.remote)
     if isinstance(data, StreamSpec):
         return stream_tokenizer(data)
     if TOKENIZER in kept_companions(run_dir):

@@ -5,6 +5,7 @@ the digest of its spec.json are signed with the job's secret (launcher/run_secre
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +15,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megaspec.core.errors import HangError, MegaspecError, RecipeError
+from megaspec.data.fetch import bring_here
+from megaspec.launcher import exit_file
 from megaspec.launcher.rendezvous import TcpRendezvous
 from megaspec.launcher.run_secret import RunSecret, UntrustedError
 from megaspec.runtime.rank import RankInfo, main, read_file, read_spec, tcp_store, tell
+from megaspec.spec import Spec
 
 JOIN_SECONDS = 600.0
 # Between two looks at the store.
@@ -64,9 +68,20 @@ def join(
     folder, digest = _prepared(answer)
     try:
         _check_spec(Path(folder), digest)
+        spec = read_spec(Path(folder))
+        code = _bring_data(meeting, me, spec, secret)
+    except dist.DistError as error:
+        tell(me, f"a rank went away while data were fetched: {error}")
+        return HangError.exit_code
     except RecipeError as error:
         tell(me, error)
         return error.exit_code
+    if code:
+        begun = exit_file.read_exit(Path(folder))
+        if rank == 0 and begun is not None and begun.code is None:
+            # rank 0 has said that this start is under way
+            exit_file.end(Path(folder), code, step=begun.step)
+        return code
     return entry(
         folder,
         rank=rank,
@@ -75,8 +90,34 @@ def join(
         attempt=attempt,
         # where rank 0 had to open the store, `meeting` keeps it open
         store=replace(store, is_open=True),
-        timeout_seconds=read_spec(Path(folder)).launcher.timeout_seconds,
+        timeout_seconds=spec.launcher.timeout_seconds,
     )
+
+
+def _bring_data(meeting: dist.Store, me: RankInfo, spec: Spec, secret: RunSecret) -> int:
+    """The first rank of each host fetches what the run reads from URLs; no rank goes on before all hosts have it,
+    however long that takes. -> 0, or the exit code of a host that has not got it. UntrustedError: as `join`."""
+    if not spec.remote:
+        return 0
+    code = 0
+    if me.local_rank == 0:
+        try:
+            bring_here(spec.data, spec.remote)
+        except MegaspecError as error:
+            tell(me, error)
+            code = error.exit_code
+    place = {"attempt": str(me.attempt)}
+    meeting.set(f"data-{me.rank}", secret.sign("data", str(code), sequence=me.rank, **place))
+    codes = []
+    for rank in range(me.world_size):
+        _wait(meeting, f"data-{rank}", math.inf)
+        said = secret.open("data", meeting.get(f"data-{rank}"), sequence=rank, **place)
+        codes.append(int(said))
+    # nobody leaves before all have read it: the store may be rank 0's own
+    if meeting.add("data-read", 1) == me.world_size:
+        meeting.set("data-all-read", "")
+    _wait(meeting, "data-all-read", JOIN_SECONDS)
+    return max(codes)
 
 
 def _prepared(answer: str) -> tuple[str, str]:
@@ -118,22 +159,22 @@ def _agree(
             answer = f"{_FAILED}{error.exit_code}"
         meeting.set("run", secret.sign("run", answer, **place))
     else:
-        _wait(meeting, "run")
+        _wait(meeting, "run", JOIN_SECONDS)
         answer = secret.open("run", meeting.get("run"), **place)
     # nobody leaves before all have read it: the store may be rank 0's own
     if meeting.add("read", 1) == me.world_size:
         meeting.set("all-read", "")
-    _wait(meeting, "all-read")
+    _wait(meeting, "all-read", JOIN_SECONDS)
     return answer
 
 
-def _wait(meeting: dist.Store, key: str) -> None:
+def _wait(meeting: dist.Store, key: str, seconds: float) -> None:
     """Until a key is set; not in C++, where a request to stop would not be heard. Raises DistError."""
-    give_up = time.monotonic() + JOIN_SECONDS
+    give_up = time.monotonic() + seconds
     pause = _SHORTEST_PAUSE
     while not meeting.check([key]):
         if time.monotonic() > give_up:
-            raise dist.DistStoreError(f"{key} was not set within {JOIN_SECONDS:g} s")
+            raise dist.DistStoreError(f"{key} was not set within {seconds:g} s")
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -32,6 +32,7 @@ from megaspec.data.loader import Loader, StepBatch, open_source
 from megaspec.data.source import ResumableSource, Source
 from megaspec.data.spec import ORDER_VERSION, StreamSpec
 from megaspec.data.stream_files import check_unchanged
+from megaspec.data.urls import data_here
 from megaspec.launcher.stop import stop_requested
 from megaspec.log.events import (
     CheckpointSaved,
@@ -851,7 +852,7 @@ class Run:
         spec = self.built.spec
         if spec.train.sample is None or spec.train.sample.tokens == 0:
             return
-        tokenizer = run_tokenizer(spec.data, self.run_dir)
+        tokenizer = run_tokenizer(spec, self.run_dir)
         for chunk in self.built.chunks:
             chunk.eval()
         text = write_sample(ModelOnRanks.of_run(self.built), spec.train.sample, tokenizer)
@@ -862,9 +863,9 @@ def open_training_source(spec: Spec) -> Source:
     """Where a run's training data come from. DataError: they are not what the run was resolved with."""
     assert spec.data_order == ORDER_VERSION, f"order {spec.data_order} of the data, {ORDER_VERSION} is what is made"
     if isinstance(spec.data, StreamSpec):
-        check_unchanged(spec.data, spec.data_fingerprint)
+        check_unchanged(spec.data, spec.data_fingerprint, spec.remote)
     return open_source(
-        spec.data,
+        data_here(spec.data, spec.remote),
         split="train",
         seed=spec.data.seed,
         segments=spec.segments,

@@ -47,7 +47,7 @@ class Language:
 
 def language_of_run(trained: Spec, run_dir: Path) -> Language:
     """Raises DataError, CheckpointError."""
-    tokenizer = run_tokenizer(trained.data, run_dir)
+    tokenizer = run_tokenizer(trained, run_dir)
     kept = kept_companions(run_dir)
     ends = end_ids(kept, str(run_dir))
     if is_imported(trained) and ends:

@@ -37,6 +37,8 @@ def store(moto, monkeypatch, request) -> Iterator[StandIn]:
 
     # its own retries would hide what ours do
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    # with the address and credentials of another test
+    s3fs.S3FileSystem.clear_instance_cache()
     s3fs.S3FileSystem(skip_instance_cache=True).mkdir(stand_in.bucket)
     stand_in.requests.clear()
     yield stand_in

@@ -106,7 +106,7 @@ def test_a_section_lists_its_keys_and_choices(capsys):
     assert {"adamw", "muon", "sgd"} <= set(shipped)
     assert told["choices"] == [", ".join(f"optim={one}" for one in shipped)]
     assert explain(capsys, "optim.") == told
-    assert explain(capsys, "data.blend")["prefix"] == ["Path of the .bin and .idx files without their ending"]
+    assert explain(capsys, "data.blend")["prefix"] == ["Path or URL of the .bin and .idx files without their ending"]
 
 
 def test_every_kind_of_a_section_has_one_line(capsys):

@@ -1,17 +1,26 @@
 """Token files from an object store that fails now and then: whole, verified by their manifest, or not there."""
 
 import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
 from megaspec import cli
 from megaspec.core.errors import DataError
 from megaspec.core.remote_files import TRIES
-from megaspec.data.fetch import fetch
+from megaspec.data.fetch import fetch, fetch_text, listing_here
 from megaspec.data.indexed import IndexedFile
+from megaspec.data.remote_text import list_text
 from tests.checkpoint.s3 import SECRET, StandIn, environment, server
+from tests.data.helpers import write_dataset
 
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -41,6 +50,8 @@ def store(moto, corpus, monkeypatch) -> Iterator[StandIn]:
     for name, value in environment(stand_in.url).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    # with the address and credentials of another test
+    s3fs.S3FileSystem.clear_instance_cache()
     fs = s3fs.S3FileSystem(skip_instance_cache=True)
     if not fs.exists("corpora"):
         fs.mkdir("corpora")
@@ -118,7 +129,115 @@ def test_a_secret_in_a_url_is_refused_untold(tmp_path, capfd) -> None:
     assert SECRET not in capfd.readouterr().err
 
 
-def test_a_recipe_that_names_a_url_is_told_the_command(capfd) -> None:
-    words = ["plan", "recipe=hello", "data.blend=[{prefix: 's3://corpora/data/web'}]", "hardware=cpu"]
-    assert cli.main(words) == 0
-    assert "megaspec data fetch s3://corpora/data/web --out data/web" in " ".join(capfd.readouterr().err.split())
+@pytest.fixture(scope="module")
+def many_blocks(tmp_path_factory) -> Path:
+    """A data set of five blocks of tokens."""
+    folder = tmp_path_factory.mktemp("blocks")
+    write_dataset(folder / "many", [1000] * 2300)
+    return folder / "many"
+
+
+def put(store: StandIn, prefix: Path, there: str) -> None:
+    for ending in (".bin", ".idx", ".manifest.json"):
+        store.fs.put_file(f"{prefix}{ending}", f"{there}{ending}")
+
+
+def test_what_a_killed_fetch_left_is_taken_where_it_is_good(store, many_blocks, tmp_path) -> None:
+    put(store, many_blocks, "corpora/data/many")
+    store.requests.clear()
+    stuck = threading.Event()
+
+    def stops_at_the_fourth_block(number: int, method: str, path: str) -> None:
+        asked = [one for one in store.requests if one[0] == "GET" and "many.bin" in one[1]]
+        if "many.bin" in path and method == "GET" and len(asked) > 3:
+            stuck.wait(60)
+
+    store.fault = stops_at_the_fourth_block
+    part = tmp_path / ".many.bin.part"
+    words = ["data", "fetch", "s3://corpora/data/many", "--out", str(tmp_path / "many")]
+    process = subprocess.Popen([sys.executable, "-P", "-m", "megaspec.cli", *words], stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not part.exists() or part.stat().st_size < 3 << 20:
+            assert time.monotonic() < deadline, "three blocks did not come"
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+        stuck.set()
+    assert not (tmp_path / "many.bin").exists()
+    assert not (tmp_path / "many.manifest.json").exists()
+    # a block that was damaged since, and what a write was cut off at
+    data = bytearray(part.read_bytes())
+    data[(2 << 20) + 5] ^= 1
+    part.write_bytes(bytes(data) + b"half a block")
+    store.fault = lambda number, method, path: None
+    store.requests.clear()
+    fetch("s3://corpora/data/many", tmp_path / "many", wait_seconds=0.01)
+    assert len([path for method, path in store.requests if method == "GET" and "many.bin" in path]) == 3
+    assert_same(tmp_path / "many", many_blocks)
+
+
+def test_one_of_several_fetches_and_the_others_wait(store, many_blocks, tmp_path) -> None:
+    put(store, many_blocks, "corpora/data/many")
+    store.requests.clear()
+    said: list[str] = []
+
+    def one() -> None:
+        fetch("s3://corpora/data/many", tmp_path / "many", wait_seconds=0.01, tell=said.append)
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([path for method, path in store.requests if method == "GET" and "many.bin" in path]) == 5
+    assert len([text for text in said if text.startswith("fetching")]) == 1
+    assert_same(tmp_path / "many", many_blocks)
+
+
+def test_a_full_disk_is_told_before_the_first_byte(store, corpus, tmp_path, monkeypatch, capfd) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    store.requests.clear()
+    assert cli.main(["data", "fetch", "s3://corpora/data/web", "--out", str(tmp_path / "web")]) == 73
+    need = Path(f"{corpus}.bin").stat().st_size + Path(f"{corpus}.idx").stat().st_size
+    assert f"{need} bytes" in (said := capfd.readouterr().err)
+    assert "free are 100 " in said
+    assert not [path for _, path in store.requests if ".bin" in path]
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_extra_that_is_missing_is_named(tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(vars(sys.modules["fsspec.registry"])["_registry"], "s3", raising=False)
+    assert cli.main(["data", "fetch", "s3://corpora/data/web", "--out", str(tmp_path / "web")]) == 64
+    assert "pip install 'megaspec[s3]'" in capfd.readouterr().err
+
+
+def test_text_that_is_replaced_or_edited(store, tmp_path) -> None:
+    """Another object under the name, and a file here that somebody wrote to."""
+    store.fs.pipe_file("corpora/text/a.jsonl", b'{"text": "one"}\n')
+    store.fs.pipe_file("corpora/text/b.jsonl", b'{"text": "two"}\n')
+    listing = list_text("s3://corpora/text/*.jsonl")
+    folder = tmp_path / "text"
+    fetch_text("s3://corpora/text/*.jsonl", folder, expected=listing.record)
+    store.requests.clear()
+    fetch_text("s3://corpora/text/*.jsonl", folder, expected=listing.record)
+    assert store.requests == []
+    (folder / "a.jsonl").write_text('{"text": "0ne"}\n')
+    assert listing_here(folder, listing.record) is None
+    fetch_text("s3://corpora/text/*.jsonl", folder, expected=listing.record)
+    assert (folder / "a.jsonl").read_text() == '{"text": "one"}\n'
+    store.fs.pipe_file("corpora/text/b.jsonl", b'{"text": "2wo"}\n')
+    with pytest.raises(DataError, match=r"data\.files\.0\.path=s3://corpora/text/\*\.jsonl: holds other data"):
+        fetch_text("s3://corpora/text/*.jsonl", tmp_path / "new", expected=listing.record, name="data.files.0.path=")
+
+
+@pytest.mark.parametrize("name", ["../up.jsonl", "a//b.jsonl", "x.jsonl.gz"])
+def test_names_that_are_no_paths_and_text_that_cannot_be_streamed(tmp_path, name) -> None:
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.store[f"/text/{name}"] = MemoryFile(fs, f"/text/{name}", b"{}")
+    with pytest.raises(DataError, match=r"no path here|from its middle on"):
+        list_text("memory://text")

@@ -32,7 +32,7 @@ def place(store: dist.TCPStore, attempt: int) -> TcpRendezvous:
 
 
 def attempt(
-    store: dist.TCPStore, number: int, folder: Path, *, secrets=(SECRET, SECRET)
+    store: dist.TCPStore, number: int, folder: Path, *, secrets=(SECRET, SECRET), local_ranks=(0, 1)
 ) -> tuple[list[int], list[str]]:
     """One attempt of two ranks, as threads. -> their exit codes, and the folders that they were sent to."""
     codes = [-1, -1]
@@ -47,7 +47,7 @@ def attempt(
             lambda: str(folder),
             rank=rank,
             world_size=2,
-            local_rank=rank,
+            local_rank=local_ranks[rank],
             attempt=number,
             store=place(store, number),
             secret=secrets[rank],

@@ -150,6 +150,7 @@ data:
       weight: null
   split: [969.0, 30.0, 1.0]
   cache: data/index-cache
+  download_dir: runs/downloads
   prepare:
     tokenizer: byte
     input: python
