@@ -26,6 +26,8 @@ SUBMIT = "sbatch"
 END = "END-OF-RECIPE"
 # Between the warning and SLURM's own kill, beyond the grace: what is left of a step, and srun.
 MARGIN_SECONDS = 60
+# What `scontrol show job` says of a job that SLURM ends at its limit, or preempts; of one that is cancelled, neither.
+_GOES_ON = "Reason=TimeLimit|PreemptTime=[0-9]"
 # After which a job is put back into the queue.
 _RESTARTED = f"{HangError.exit_code}|{Preempted.exit_code}"
 
@@ -141,7 +143,10 @@ def _options(spec: Spec, launcher: SlurmLauncher, runs: int, at_once: int | None
 def _preparation(launcher: SlurmLauncher) -> Iterator[str]:
     yield "set -u"
     yield "# a request to stop is for the step, which saves: this shell waits for it, and then looks how it ended"
-    yield "trap : TERM USR1 HUP"
+    yield "trap : USR1 HUP"
+    yield "# SLURM tells this shell, too, where it ends the job itself: scancel, a limit, preemption"
+    yield "ended=no"
+    yield "trap 'ended=yes' TERM"
     if launcher.modules:
         yield f"module load {shlex.join(launcher.modules)} || exit 64"
     for name, value in launcher.env.items():
@@ -261,7 +266,10 @@ def _end(launcher: SlurmLauncher) -> Iterator[str]:
     yield 'if [ "$code" -ge 128 ]; then code=74; elif [ "$code" -eq 1 ]; then code=70; fi'
     yield 'case "$code" in'
     yield f"{_RESTARTED})"
-    yield f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launcher.max_restarts} ]; then'
+    yield "  # a job that is cancelled would go back into the queue, too: only its time and preemption are no reason to end"
+    yield f"""  if [ "$ended" = yes ] && ! scontrol show job "$SLURM_JOB_ID" | grep -E -q '{_GOES_ON}'; then"""
+    yield '    echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2'
+    yield f'  elif [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launcher.max_restarts} ]; then'
     yield '    echo "megaspec: exit code $code: the job goes back into the queue" >&2'
     yield '    rm -rf "$job"'
     yield '    scontrol requeue "$SLURM_JOB_ID"'

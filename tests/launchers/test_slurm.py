@@ -252,6 +252,25 @@ def test_what_goes_back_into_the_queue(programs, tmp_path, code, restarts, told,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("says", "requeued"),
+    [
+        ("Reason=None PreemptEligibleTime=2026-11-25T20:00:00 PreemptTime=None", False),
+        ("Reason=TimeLimit PreemptTime=None", True),
+        ("Reason=None PreemptTime=2026-11-25T20:00:00", True),
+    ],
+)
+@pytest.mark.parametrize("code", [75, 143])
+def test_a_job_that_is_cancelled_stays_ended(programs, tmp_path, code, says, requeued):
+    """slurmctld requeues a job that is being cancelled where its script asks for that: `scancel` would be undone."""
+    (programs / "requeued").unlink(missing_ok=True)
+    text = slurm.render(plain_spec())
+    done = run_script(text, programs, tmp_path, ONLY_DUMP=str(code), TELLS_THE_SHELL="1", JOB_SAYS=says)
+    assert done.returncode == (75 if code == 75 else 74), done.stderr
+    assert (programs / "requeued").exists() == requeued
+    assert ("which stays ended" in done.stderr) != requeued
+
+
 def test_a_task_of_an_array_trains_its_own_run(programs, tmp_path):
     for number in (1, 2):
         run_script(array(), programs, tmp_path, ONLY_DUMP="0", SLURM_ARRAY_TASK_ID=str(number))
