@@ -9,6 +9,7 @@ Texts stand in quotes wherever YAML could read them as anything else. `$` stands
 pod is given, where Kubernetes would read `$(NAME)` as a variable.
 """
 
+import base64
 import math
 import re
 import secrets
@@ -34,8 +35,10 @@ RECIPES = "/etc/megaspec"
 # Of the Secret that the ranks of several pods share, and of its only entry.
 SECRETS = "/etc/megaspec-secret"
 _ENTRY = "secret"
-# What ends a job for good: another start would end so, too.
-FINAL = tuple(code for code in MEANINGS if code != 0 and code not in RESTARTED)
+# A Python or a package that is not in the image, an option that its megaspec does not know, a command that can't start.
+NOT_BEGUN = (1, 2, 126, 127, 128)
+# What ends a job for good: another start would end so, too. Kubernetes wants them in order.
+FINAL = tuple(sorted({code for code in MEANINGS if code != 0 and code not in RESTARTED} | set(NOT_BEGUN)))
 # Names that Kubeflow's controllers look for.
 _NODE = "node"
 _V1_CONTAINER = "pytorch"
@@ -104,20 +107,44 @@ def manifests(spec: Spec, *, memory: str = "check") -> list[dict[str, Any]]:
 def submit(text: str, specs: Sequence[Spec]) -> str:
     """Hands manifests of runs to kubectl, and the secrets that they name. -> what it says of each.
 
+    They are created, never applied: of a job that is there already `apply` would change the recipe and the secret
+    under its pods, which read them when they start again, and leave the job itself as it is.
     RecipeError: there is no kubectl, or it refuses them.
     """
     refuse_missing()
+    values = []
     for spec in specs:
         made = secret(spec)
         if made is not None:
+            values += yaml.safe_load(made)["stringData"].values()
             text = f"{made}---\n{text}"
-    command = [SUBMIT, "apply", "--filename", "-"]
+    command = [SUBMIT, "create", "--filename", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        text = f"kubectl refuses the job: {said}; kubectl delete what it made, if it made a part of it, and try again"
+        for value in values:
+            # kubectl may show what it was given
+            said = said.replace(value, "***").replace(base64.b64encode(value.encode()).decode(), "***")
+        text = f"kubectl refuses the job: {said}; mend launcher.*, or set launcher.job to another name. What is there "
+        text += f"of an earlier job, or was made of this one, is deleted by: {deletion(specs)}"
         raise RecipeError([Problem("launcher", text)])
     return done.stdout.strip()
+
+
+def deletion(specs: Sequence[Spec]) -> str:
+    """The command that deletes all objects of runs' jobs, which are alike; not their volumes."""
+    first = specs[0]
+    kinds = [manifest["kind"].lower() for manifest in manifests(first)]
+    # the job first: what it reads is needed until it has ended
+    kinds.reverse()
+    if secret_name(first) is not None:
+        kinds.append("secret")
+    namespace = _launcher(first).namespace
+    where = "" if namespace is None else f" --namespace {namespace}"
+    selector = f"app.kubernetes.io/instance={job_name(first)}"
+    if len(specs) > 1:
+        selector = f"'app.kubernetes.io/instance in ({','.join(job_name(spec) for spec in specs)})'"
+    return f"{SUBMIT} delete {','.join(kinds)} --ignore-not-found{where} --selector {selector}"
 
 
 def refuse_missing() -> None:

@@ -266,7 +266,7 @@ def _end(launcher: SlurmLauncher) -> Iterator[str]:
     yield 'if [ "$code" -ge 128 ]; then code=74; elif [ "$code" -eq 1 ]; then code=70; fi'
     yield 'case "$code" in'
     yield f"{_RESTARTED})"
-    yield "  # a job that is cancelled would go back into the queue, too: only its time and preemption are no reason to end"
+    yield "  # SLURM would requeue a job that is cancelled, too; one whose time is over, or that is preempted, goes on"
     yield f"""  if [ "$ended" = yes ] && ! scontrol show job "$SLURM_JOB_ID" | grep -E -q '{_GOES_ON}'; then"""
     yield '    echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2'
     yield f'  elif [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launcher.max_restarts} ]; then'

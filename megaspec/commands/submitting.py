@@ -22,6 +22,7 @@ from megaspec.resolve.gather import gather_facts, planned_run_dir
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.search.fits import memory_warning, start_problems
+from megaspec.spec import Spec
 from megaspec.sweep.multirun import specs_of_points
 from megaspec.sweep.points import grid
 from megaspec.sweep.words import OWN_LAUNCHER, read_words
@@ -93,11 +94,13 @@ def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: Cl
         text += "hydra/launcher, or set launcher=local to run points from here"
         raise RecipeError([Problem("launcher.kind", text)])
     # of every point the same, see _point_target
-    specs = specs_of_points(taken, config_dirs, partial(_point_target, launcher=launcher))
+    facts_of = partial(facts_for, launcher=launcher, goes_on=False)
+    specs = specs_of_points(taken, config_dirs, partial(_point_target, launcher=launcher), facts_of)
     if isinstance(launcher, SlurmLauncher):
         at_once = None if taken.spec.slots == AUTO else taken.spec.slots
         text = slurm.render_array(specs, at_once=at_once, memory=taken.memory)
     else:
+        _refuse_one_name(specs)
         text = "---\n".join(kubernetes.render(spec, memory=taken.memory) for spec in specs)
     if prints:
         print(text, end="")
@@ -106,6 +109,15 @@ def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: Cl
     folder = Path(specs[0].run_dir).parent
     print(printable(f"{launcher.kind}: submitted {said}; {len(specs)} runs are in {folder}", keep="\n"))
     return 0
+
+
+def _refuse_one_name(specs: Sequence[Spec]) -> None:
+    """RecipeError: jobs of Kubernetes that are called the same; the objects of one would be taken for the other's."""
+    names = [kubernetes.job_name(spec) for spec in specs]
+    if len(set(names)) < len(names):
+        text = f"launcher.job={names[0]} would name the job of every point; drop it, and set sweep.name, by which runs "
+        text += "and their jobs are called"
+        raise RecipeError([Problem("launcher.job", text)])
 
 
 def _point_target(recipe: Recipe, *, launcher: ClusterLauncher) -> Target:

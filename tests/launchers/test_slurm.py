@@ -187,6 +187,64 @@ def test_options_that_are_no_words_are_refused(word, capsys):
     assert f"{key}=" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        # SLURM would read gpu:8:8, or ask for eight of another thing
+        ("launcher.gres=gpu:8", "launcher.gres=gpu:8 must name one kind of GPU and no count"),
+        ("launcher.gres=gpu:h100:8", "set launcher.gres=gpu, or gpu:KIND"),
+        ('launcher.gres="gpu:h100,nvme"', "launcher.gres=gpu:h100,nvme must name one kind"),
+        ("launcher.time=1:75:00", "launcher.time=1:75:00 must be text that matches"),
+        # of what --signal takes
+        ("launcher.grace_seconds=70000", "launcher.grace_seconds=70000 must be at most 65475"),
+    ],
+)
+def test_what_sbatch_would_refuse_or_misread_is_refused(word, told, capsys):
+    assert main(["train", "recipe=hello", *SLURM, word, "--print"]) == 64
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gres", ["gpu", "gpu:h100", "gpu:nvidia_h100_80gb_hbm3", "gpu:3090"])
+def test_kinds_of_gpus(gres):
+    assert f"#SBATCH --gres={gres}:8\n" in slurm.render(spec_of(*SLURM, f"launcher.gres={gres}"))
+
+
+CANARY = "canary7f3a"
+
+
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        *((name, "names a secret") for name in ("HF_TOKEN", "WANDB_APIKEY", "GITHUB_PAT", "SSHPASS", "PGPASSWORD")),
+        *((name, "names a secret") for name in ("REGISTRY_AUTH", "MYSQL_PWD", "AWS_ACCESS_KEY_ID", "ACI_JWT")),
+        *((name, "load code") for name in ("CC", "CUDA_HOME", "CUDA_INJECTION64_LIB", "TRITON_CACHE_DIR", "PS4")),
+        *((name, "load code") for name in ("BASH_ENV", "NVCC_PREPEND_FLAGS", "NCCL_NET_PLUGIN", "GIT_SSH_COMMAND")),
+        ("MEGASPEC_FAULT", "is set by the job itself"),
+    ],
+)
+def test_variables_that_a_recipe_may_not_set(variable, told, capsys):
+    assert main(["train", "recipe=hello", *SLURM, f"launcher.env={{{variable}: {CANARY}}}", "--print"]) == 64
+    said = capsys.readouterr()
+    assert f"launcher.env.{variable} " in said.err
+    assert told in said.err
+    assert CANARY not in said.err + said.out
+
+
+@pytest.mark.parametrize("address", [f"http://me:{CANARY}@proxy:3128", f"postgres://{CANARY}@db/x"])
+def test_addresses_with_users_are_refused(address, capsys):
+    """They would stand in the recipe, spec.json and every job, which others read."""
+    assert main(["train", "recipe=hello", *SLURM, f"launcher.env={{HTTPS_PROXY: '{address}'}}", "--print"]) == 64
+    said = capsys.readouterr()
+    assert "launcher.env.HTTPS_PROXY holds an address with a user or password" in said.err
+    assert CANARY not in said.err + said.out
+
+
+def test_variables_that_a_recipe_may_set():
+    said = "{NCCL_IB_HCA: mlx5, HF_HOME: /data, OMP_NUM_THREADS: '4', TOKENIZERS_PARALLELISM: 'false', "
+    said += "HTTPS_PROXY: 'http://proxy:3128', NCCL_IB_PKEY: '1', UCX_TLS: rc}"
+    assert "export HTTPS_PROXY=http://proxy:3128" in slurm.render(spec_of(*SLURM, f"launcher.env={said}"))
+
+
 def test_containers_see_the_run(programs, tmp_path):
     """The folder of the job, that of an absolute run_dir, and what the recipe mounts; a colon is refused."""
     place = tmp_path / "with space"
