@@ -1,5 +1,6 @@
 """How `train` hands a run to a cluster: resolved for its nodes here, trained there."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from megaspec.commands.layouts import layout_options, specs_of_list
 from megaspec.commands.planned import cluster_target
 from megaspec.compose.compose import Composed
 from megaspec.compose.words import compose_words, tell_left_out
@@ -27,6 +29,7 @@ from megaspec.sweep.multirun import specs_of_points
 from megaspec.sweep.points import grid
 from megaspec.sweep.words import OWN_LAUNCHER, read_words
 from megaspec_launchers import kubernetes, slurm
+from megaspec_launchers.recipe_file import content_of_job
 
 SCHEDULERS: dict[str, ModuleType] = {"slurm": slurm, "kubernetes": kubernetes}
 """By launcher.kind: `render(spec, memory=)`, `submit(text, specs)` and `refuse_missing()`."""
@@ -46,6 +49,7 @@ def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memo
     facts = facts_for(composed.recipe, launcher, goes_on=goes_on)
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
+    _refuse_wrong_layouts(spec)
     tell_left_out(composed)
     warning = memory_warning(spec, target)
     if warning:
@@ -96,6 +100,8 @@ def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: Cl
     # of every point the same, see _point_target
     facts_of = partial(facts_for, launcher=launcher, goes_on=False)
     specs = specs_of_points(taken, config_dirs, partial(_point_target, launcher=launcher), facts_of)
+    for spec in specs:
+        _refuse_wrong_layouts(spec)
     if isinstance(launcher, SlurmLauncher):
         at_once = None if taken.spec.slots == AUTO else taken.spec.slots
         text = slurm.render_array(specs, at_once=at_once, memory=taken.memory)
@@ -109,6 +115,18 @@ def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: Cl
     folder = Path(specs[0].run_dir).parent
     print(printable(f"{launcher.kind}: submitted {said}; {len(specs)} runs are in {folder}", keep="\n"))
     return 0
+
+
+def _refuse_wrong_layouts(spec: Spec) -> None:
+    """RecipeError: a layout of launcher.layouts is none. The node's supervisor would say so when the job has waited."""
+    launcher = spec.launcher
+    assert isinstance(launcher, ClusterLauncher), f"launcher.kind={launcher.kind} is no job"
+    if not launcher.layouts:
+        return
+    # as the node reads it: with the degrees that are decided, which the words of a layout change
+    recipe = Recipe.model_validate_json(json.dumps(content_of_job(spec)))
+    target = cluster_target(recipe, launcher, detect_target())
+    specs_of_list(layout_options(Composed(recipe, {})), target, gather_facts(recipe))
 
 
 def _refuse_one_name(specs: Sequence[Spec]) -> None:

@@ -109,7 +109,8 @@ class ClusterLauncher(Frozen):
     restarts: RestartsSpec = RestartsSpec()
     """How the only node of a job starts its ranks again, before the job goes back to its scheduler."""
     layouts: tuple[tuple[LayoutWord, ...], ...] | Literal["search"] = ()
-    """On the only node of a job: what is taken where devices are gone, as of launcher=local."""
+    """On the only node of a job: what is taken where devices are gone, as of launcher=local. A job holds all that was
+    decided for its own layout, so these name every degree that changes."""
     grace_seconds: PositiveFloat = 120.0
     """Time that ranks have to finish their step and save when the job is asked to stop before they are killed."""
     timeout_seconds: PositiveFloat = 600.0

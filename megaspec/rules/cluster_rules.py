@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.estimate.hardware import hardware_named
-from megaspec.launcher.spec import ClusterLauncher, KubernetesLauncher, SlurmLauncher
+from megaspec.launcher.spec import ClusterLauncher, KubernetesLauncher, RestartsSpec, SlurmLauncher
 from megaspec.rules.case import Case
 
 CPU = "cpu"
@@ -51,6 +51,22 @@ def ranks_fill_the_nodes(case: Case) -> Problem | None:
     if nodes and not rest:
         text += f", or set launcher.nodes={nodes}"
     return Problem("launcher.ranks", text)
+
+
+def only_one_node_is_supervised(case: Case) -> Problem | None:
+    """launcher.layouts and launcher.restarts are of the supervisor, which a job of one node alone has."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, ClusterLauncher) or launcher.nodes == 1:
+        return None
+    said = {"launcher.layouts": bool(launcher.layouts), "launcher.restarts": launcher.restarts != RestartsSpec()}
+    for key, is_set in said.items():
+        if is_set:
+            text = f"{key} is read where a job has one node, whose ranks are supervised, and launcher.nodes="
+            text += (
+                f"{launcher.nodes}: a scheduler starts all nodes again or none, launcher.max_restarts times; drop {key}"
+            )
+            return Problem(key, text)
+    return None
 
 
 def nodes_have_such_gpus(case: Case) -> Problem | None:

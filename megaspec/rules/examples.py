@@ -762,6 +762,11 @@ _LAUNCH = {
     "launch-ranks": Example(
         (*_SLURM, "launcher.ranks=4"), ("launcher.nodes=2",), "launcher.ranks", facts=replace(FACTS, train_tokens=10**7)
     ),
+    "launch-supervised": Example(
+        (*_SLURM, "launcher.nodes=2", "launcher.layouts=[['parallelism.tp=1']]"),
+        ("launcher.layouts=[]",),
+        "launcher.layouts",
+    ),
     "launch-gpus": Example(
         ("launcher=slurm", "launcher.hardware=H200", "launcher.ranks_per_node=16", "train.global_batch=16"),
         ("launcher.ranks_per_node=8", "launcher.nodes=2"),

@@ -354,6 +354,23 @@ def test_print_starts_and_writes_nothing(here, capsys, corpus):
     assert sorted(here.rglob("*")) == before
 
 
+def test_layouts_are_checked_before_a_job_waits(here, capsys, corpus):
+    words = ["launcher=slurm", "launcher.hardware=cpu", "launcher.ranks_per_node=2"]
+    wrong = "launcher.layouts=[['parallelism.tp=2','parallelism.dp_replicate=1'],['parallelism.tp=3']]"
+    for more in ([], ["-m", "optim.lr=1e-3,2e-3"]):
+        assert main(["train", *more, "recipe=hello", *words, wrong, "--print"]) == 64
+        said = capsys.readouterr().err
+        assert "launcher.layouts.1: parallelism.tp=3 must divide model.n_heads=4" in said
+        assert "launcher.layouts.0" not in said
+    # the job holds what the first layout decided
+    right = wrong.replace("parallelism.tp=3'", "parallelism.tp=1','parallelism.sequence_parallel=false'")
+    assert main(["train", "recipe=hello", *words, right, "--print"]) == 0
+    assert "layouts: [[parallelism.tp=2, parallelism.dp_replicate=1]" in capsys.readouterr().out
+    for key in (right, "launcher.restarts.most=3"):
+        assert main(["train", "recipe=hello", *words, "launcher.nodes=2", key, "--print"]) == 64
+        assert "is read where a job has one node, whose ranks are supervised" in capsys.readouterr().err
+
+
 def test_without_sbatch_nothing_is_written(here, capsys, corpus, monkeypatch):
     monkeypatch.setenv("PATH", str(here))
     before = sorted(here.rglob("*"))
