@@ -141,14 +141,18 @@ def _options(spec: Spec, launcher: SlurmLauncher, runs: int, at_once: int | None
 
 
 def _preparation(launcher: SlurmLauncher) -> Iterator[str]:
+    if launcher.modules:
+        # before set -u: what defines `module`, and modules themselves, read variables that may not be there
+        yield "# a shell that nobody has logged in to may not know what modules are"
+        yield "# shellcheck source=/dev/null"
+        yield "if ! command -v module > /dev/null; then . /etc/profile; fi"
+        yield f"module load {shlex.join(launcher.modules)} || exit 64"
     yield "set -u"
     yield "# a request to stop is for the step, which saves: this shell waits for it, and then looks how it ended"
     yield "trap : USR1 HUP"
     yield "# SLURM tells this shell, too, where it ends the job itself: scancel, a limit, preemption"
     yield "ended=no"
     yield "trap 'ended=yes' TERM"
-    if launcher.modules:
-        yield f"module load {shlex.join(launcher.modules)} || exit 64"
     for name, value in launcher.env.items():
         yield f"export {name}={quoted(value)}"
     yield "# nodes reach each other by the name of the first; the port is one that another job of the node hardly has"
@@ -219,7 +223,8 @@ def _step(spec: Spec, launcher: SlurmLauncher, memory: str) -> Iterator[str]:
     if launcher.cpus_per_node is not None:
         # srun does not take it over from sbatch
         words += [f"--cpus-per-task={launcher.cpus_per_node}"]
-    words += ["--cpu-bind=none"]
+    # whatever sbatch was told of the environment: the secret, modules and launcher.env are for the tasks
+    words += ["--cpu-bind=none", "--export=ALL"]
     lines = [shlex.join(words), *_inside(launcher)]
     node = ["python3", "-P", "-m", "megaspec_launchers.node", f"--nodes={launcher.nodes}"]
     node += [f"--ranks={launcher.ranks_per_node}", "--rank-from=SLURM_NODEID", f"--grace={launcher.grace_seconds:g}"]

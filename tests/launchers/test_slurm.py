@@ -269,6 +269,19 @@ def test_containers_see_the_run(programs, tmp_path):
     assert command[:9] == ["apptainer", "exec", "--no-home", *where]
 
 
+def test_modules_and_variables_reach_the_tasks(programs, tmp_path):
+    """Where modules read variables that are not set, and where sbatch hands no environment on."""
+    text = slurm.render(spec_of(*SLURM, *ON_CPU, "launcher.modules=[cuda/13.0, nccl]"))
+    module = 'module() { test "$not_there" = ""; export MODULES="$*"; }\nexport -f module\n'
+    done = run_script(module + text, programs, tmp_path, ONLY_DUMP="0")
+    assert done.returncode == 0, done.stderr
+    said = json.loads((programs / "srun.json").read_text())
+    assert said["environment"]["MODULES"] == "load cuda/13.0 nccl"
+    assert said["options"]["--export"] == "ALL"
+    done = run_script("module() { return 1; }\n" + text, programs, tmp_path, ONLY_DUMP="0")
+    assert done.returncode == 64
+
+
 def test_ranks_of_several_nodes_share_a_secret(programs, tmp_path):
     """Made by each start of the job, readable by its user alone, and gone with it."""
     seen = set()

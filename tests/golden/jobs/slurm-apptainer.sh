@@ -285,7 +285,7 @@ case "$PWD$run" in *[:,]*)
   exit 64 ;;
 esac
 
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=180 --cpu-bind=none \
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=180 --cpu-bind=none --export=ALL \
   apptainer exec --no-home --nv --pwd "$PWD" --bind "$mounts" \
   /images/megaspec.sif \
   python3 -P -m megaspec_launchers.node --nodes=2 --ranks=8 --rank-from=SLURM_NODEID --grace=120 \

@@ -529,7 +529,7 @@ END-OF-RECIPE
   exit 64 ;;
 esac
 
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=180 --cpu-bind=none \
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=180 --cpu-bind=none --export=ALL \
   python3 -P -m megaspec_launchers.node --nodes=2 --ranks=8 --rank-from=SLURM_NODEID --grace=120 \
   --host="$host" --port="$port" --job="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --run-dir="$run" \
   -- train --config-dir "$job" recipe=of-this-job resume=auto
