@@ -52,12 +52,16 @@ def render_array(specs: Sequence[Spec], *, at_once: int | None = None, memory: s
     return _script(first, list(specs), at_once=at_once, memory=memory)
 
 
-def submit(text: str, _: Sequence[Spec]) -> str:
+def submit(text: str, specs: Sequence[Spec]) -> str:
     """Hands a script to sbatch, from the folder where it is called. -> the job's number.
 
-    RecipeError: there is no sbatch, or it refuses the job; nothing was started then.
+    RecipeError: there is no sbatch, it refuses the job, or nodes would not find megaspec; nothing was started then.
     """
     refuse_missing()
+    launcher = specs[0].launcher
+    assert isinstance(launcher, SlurmLauncher), f"launcher.kind={launcher.kind} is no job of SLURM"
+    if launcher.container is None and not launcher.modules:
+        _refuse_another_python()
     done = subprocess.run([SUBMIT, "--parsable"], input=text, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
@@ -74,6 +78,18 @@ def refuse_missing() -> None:
         text = "launcher.kind=slurm needs sbatch, which can't be found; start it on a login node of the cluster, "
         text += "or write the script with --print and submit it there"
         raise RecipeError([Problem("launcher.kind", text)])
+
+
+def _refuse_another_python() -> None:
+    """RecipeError: `python3`, which nodes start with this shell's PATH, has no megaspec."""
+    python = shutil.which("python3")
+    if python is not None:
+        looked = [python, "-P", "-c", "import megaspec_launchers.node"]
+        if subprocess.run(looked, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0:
+            return
+    text = f"nodes start python3 by this shell's PATH, which is {python or 'not there'} and has no megaspec; start "
+    text += "this again with its environment activated, or set launcher.modules or launcher.container"
+    raise RecipeError([Problem("launcher", text)])
 
 
 def quoted(text: str) -> str:

@@ -21,7 +21,7 @@ from megaspec.core.errors import RecipeError
 from megaspec.launcher.exit_file import read_exit
 from megaspec_launchers import slurm
 from megaspec_launchers.recipe_file import NAME, recipe_of_job
-from tests.launchers.jobs import ON_CPU, SLURM, slurm_environment, spec_of, with_fields, write_slurm
+from tests.launchers.jobs import ON_CPU, SLURM, slurm_environment, spec_of, with_fields, write_program, write_slurm
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "jobs"
 CONTAINER = "launcher.container={image: 'nvcr.io#nvidia/pytorch:26.06-py3', mounts: [{source: /data, read_only: true}]}"
@@ -409,14 +409,28 @@ def test_what_the_command_line_says_of_memory_reaches_the_nodes(here, capsys, co
             assert ("memory=ignore" in capsys.readouterr().out) == is_said
 
 
-def test_a_job_that_sbatch_refuses_is_told(here, capsys, corpus, monkeypatch, tmp_path):
+def test_a_job_that_sbatch_refuses_is_told(here, capsys, corpus, monkeypatch, tmp_path, programs):
     program = tmp_path / "bin" / "sbatch"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho 'sbatch: error: invalid account' >&2\nexit 1\n")
     program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", os.pathsep.join([str(program.parent), str(programs), os.environ["PATH"]]))
     assert main(["train", "recipe=hello", *SLURM]) == 64
     assert "sbatch refuses the job: sbatch: error: invalid account" in capsys.readouterr().err
+
+
+def test_a_python_without_megaspec_is_told_before_the_job_waits(here, capsys, corpus, monkeypatch, programs):
+    (programs / "job.sh").unlink(missing_ok=True)
+    folder = here / "bin"
+    write_program(folder / "python3", "#!/bin/sh\nexit 1\n")
+    monkeypatch.setenv("PATH", os.pathsep.join([str(folder), str(programs), os.environ["PATH"]]))
+    assert main(["train", "recipe=hello", *SLURM]) == 64
+    said = capsys.readouterr().err
+    assert f"nodes start python3 by this shell's PATH, which is {folder}/python3 and has no megaspec" in said
+    assert not (programs / "job.sh").exists()
+    # where modules or an image bring it, nobody knows here
+    for word in ("launcher.modules=[megaspec]", APPTAINER):
+        assert main(["train", "recipe=hello", *SLURM, word]) == 0
 
 
 def test_a_sweep_is_an_array(here, capsys, corpus):
