@@ -45,6 +45,9 @@ _V1_CONTAINER = "pytorch"
 _V1_PORT = "pytorchjob-port"
 _V1_NODE_RANK = "RANK"
 _INDEX = "JOB_COMPLETION_INDEX"
+# JobSet numbers its starts, in a label of every pod; the training operator of v1 does not.
+_START = "MEGASPEC_START"
+_START_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 
 
 def render(spec: Spec, *, memory: str = "check") -> str:
@@ -243,7 +246,11 @@ def _train_job(spec: Spec, launcher: KubernetesLauncher, memory: str) -> list[di
 def _job_set(spec: Spec, launcher: KubernetesLauncher, memory: str) -> dict[str, Any]:
     """A set of one indexed job, a pod for each node. Whatever ends a pod ends all; the set then starts them again."""
     host = f"{_node_0(spec)}.{job_name(spec)}"
-    container = _container(spec, launcher, name=_NODE, rank_from=_INDEX, host=host, memory=memory)
+    # another name in each start: what was signed or left in an earlier one counts no more
+    start = f"{job_name(spec)}-$({_START})"
+    container = _container(spec, launcher, name=_NODE, rank_from=_INDEX, host=host, start=start, memory=memory)
+    label = {"fieldRef": {"fieldPath": f"metadata.labels['{_START_LABEL}']"}}
+    container["env"].append({"name": _START, "valueFrom": label})
     on_codes = {"containerName": _NODE, "operator": "In", "values": list(FINAL)}
     job = {
         "completionMode": "Indexed",
@@ -269,7 +276,7 @@ def _node_0(spec: Spec) -> str:
 def _pytorch_job(spec: Spec, launcher: KubernetesLauncher, memory: str) -> dict[str, Any]:
     """v1: a master, which is node 0, and workers."""
     host = f"{job_name(spec)}-master-0"
-    words = {"name": _V1_CONTAINER, "rank_from": _V1_NODE_RANK, "host": host, "memory": memory}
+    words = {"name": _V1_CONTAINER, "rank_from": _V1_NODE_RANK, "host": host, "start": job_name(spec), "memory": memory}
     container = _container(spec, launcher, **words, more=("--retryable",))
     container["ports"] = [{"name": _V1_PORT, "containerPort": PORT}]
     replicas = {"Master": _replica(spec, launcher, container, 1)}
@@ -347,13 +354,14 @@ def _container(
     name: str,
     rank_from: str,
     host: str,
+    start: str,
     memory: str,
     more: Sequence[str] = (),
 ) -> dict[str, Any]:
     words = ["python3", "-P", "-m", "megaspec_launchers.node", f"--nodes={launcher.nodes}"]
     words += [f"--ranks={launcher.ranks_per_node}", f"--rank-from={rank_from}", f"--host={host}", f"--port={PORT}"]
-    words += [f"--job={job_name(spec)}", f"--grace={launcher.grace_seconds:g}", f"--run-dir={spec.run_dir}", *more]
-    words += ["--", *words_of_job(RECIPES, spec, memory=memory)]
+    options = [f"--grace={launcher.grace_seconds:g}", f"--run-dir={spec.run_dir}", *more]
+    options += ["--", *words_of_job(RECIPES, spec, memory=memory)]
     # what a program writes into its home, and what compilers keep, goes with the pod
     # and a user that the image does not know has no name, which torch's compiler asks for
     variables = {"HOME": "/tmp", "USER": "megaspec", **launcher.env}
@@ -369,7 +377,8 @@ def _container(
     made: dict[str, Any] = {
         "name": name,
         "image": launcher.image,
-        "command": [_escaped(word) for word in words],
+        # in `start` Kubernetes puts a variable's value
+        "command": [*words, f"--job={start}", *(_escaped(word) for word in options)],
         "workingDir": launcher.work_dir,
         "env": [{"name": name, "value": _escaped(value)} for name, value in variables.items()],
         "securityContext": {

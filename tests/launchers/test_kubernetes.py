@@ -176,6 +176,17 @@ def test_nodes_find_each_other():
     assert {port["name"] for port in container["ports"]} == {"pytorchjob-port"}
 
 
+def test_each_start_has_a_name_of_its_own():
+    """Ranks of an earlier start, and what was signed in it, have nothing to say in the next."""
+    for name in ("kubernetes-trainjob", "kubernetes-jobset"):
+        (template,) = pod_templates(documents(texts()[name]))
+        (container,) = template["spec"]["containers"]
+        (start,) = [one["valueFrom"] for one in container["env"] if one["name"] == "MEGASPEC_START"]
+        assert start == {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
+        words = [expanded(word, {"MEGASPEC_START": "3"}) for word in container["command"]]
+        assert "--job=hello-3" in words
+
+
 def test_what_starts_pods_again():
     """74 and 75, and no code that says that another start would end so, too."""
     job_set = documents(texts()["kubernetes-jobset"])["JobSet"]["spec"]
