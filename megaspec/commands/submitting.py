@@ -3,11 +3,12 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from megaspec.commands.layouts import layout_options, specs_of_list
 from megaspec.commands.planned import cluster_target
@@ -33,6 +34,8 @@ from megaspec_launchers.recipe_file import content_of_job
 
 SCHEDULERS: dict[str, ModuleType] = {"slurm": slurm, "kubernetes": kubernetes}
 """By launcher.kind: `render(spec, memory=)`, `submit(text, specs)` and `refuse_missing()`."""
+# Names of keys whose values are files or folders.
+PATHS = ("prefix", "path", "cache", "source", "fallback_dir")
 
 
 def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memory: str, prints: bool) -> int:
@@ -50,6 +53,7 @@ def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memo
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
     _refuse_wrong_layouts(spec)
+    _refuse_unmounted(spec)
     tell_left_out(composed)
     warning = memory_warning(spec, target)
     if warning:
@@ -102,6 +106,7 @@ def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: Cl
     specs = specs_of_points(taken, config_dirs, partial(_point_target, launcher=launcher), facts_of)
     for spec in specs:
         _refuse_wrong_layouts(spec)
+        _refuse_unmounted(spec)
     if isinstance(launcher, SlurmLauncher):
         at_once = None if taken.spec.slots == AUTO else taken.spec.slots
         text = slurm.render_array(specs, at_once=at_once, memory=taken.memory)
@@ -127,6 +132,48 @@ def _refuse_wrong_layouts(spec: Spec) -> None:
     recipe = Recipe.model_validate_json(json.dumps(content_of_job(spec)))
     target = cluster_target(recipe, launcher, detect_target())
     specs_of_list(layout_options(Composed(recipe, {})), target, gather_facts(recipe))
+
+
+def _refuse_unmounted(spec: Spec) -> None:
+    """RecipeError: what the run reads or keeps lies here where its container on the nodes does not see it."""
+    launcher = spec.launcher
+    if not isinstance(launcher, SlurmLauncher) or launcher.container is None:
+        return
+    seen = [os.getcwd()]
+    if os.path.isabs(spec.run_dir):
+        seen.append(os.path.dirname(spec.run_dir))
+    seen += [mount.target or mount.source for mount in launcher.container.mounts]
+    problems = []
+    for key, path in _paths(spec):
+        # also where a link in a folder that is mounted leads
+        for place in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
+            folder = os.path.dirname(place)
+            if os.path.isdir(folder) and not any(_is_below(place, one) for one in seen):
+                text = f"{key}={path} is in {folder}, which the container does not see; add it to "
+                text += f"launcher.container.mounts: {{source: {folder}}}"
+                problems.append(Problem(key, text))
+                break
+    if problems:
+        raise RecipeError(problems)
+
+
+def _paths(spec: Spec) -> Iterator[tuple[str, str]]:
+    """Keys and values of files and folders that are no URLs."""
+    waiting: list[tuple[str, Any]] = []
+    for section in ("data", "init", "checkpoint"):
+        waiting.append((section, getattr(spec, section).model_dump(mode="json")))
+    while waiting:
+        key, value = waiting.pop(0)
+        if isinstance(value, dict):
+            waiting += [(f"{key}.{name}", one) for name, one in value.items()]
+        elif isinstance(value, list):
+            waiting += [(f"{key}.{number}", one) for number, one in enumerate(value)]
+        elif isinstance(value, str) and key.rpartition(".")[2] in PATHS and "://" not in value:
+            yield key, value
+
+
+def _is_below(place: str, folder: str) -> bool:
+    return os.path.commonpath([place, folder]) == os.path.normpath(folder)
 
 
 def _refuse_one_name(specs: Sequence[Spec]) -> None:

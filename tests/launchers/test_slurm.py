@@ -384,6 +384,26 @@ def test_layouts_are_checked_before_a_job_waits(here, capsys, corpus):
         assert "is read where a job has one node, whose ranks are supervised" in capsys.readouterr().err
 
 
+def test_data_that_a_container_does_not_see_is_told(here, capsys, corpus, tmp_path_factory):
+    """An absolute path, and a link out of the folder that is mounted: the job would wait, and then miss it."""
+    elsewhere = tmp_path_factory.mktemp("else where")
+    shutil.copytree(corpus, elsewhere / "data")
+    (here / "link").symlink_to(elsewhere / "data")
+    words = ["train", "recipe=hello", *SLURM, CONTAINER, "--print"]
+    assert main(words) == 0
+    for prefix in (elsewhere / "data" / "hello", "link/hello"):
+        for more in ([], ["-m", "optim.lr=1e-3,2e-3"]):
+            capsys.readouterr()
+            assert main([*words, *more, f"data.blend=[{{prefix: '{prefix}'}}]"]) == 64
+            said = capsys.readouterr().err
+            assert f"data.blend.0.prefix={prefix} is in {elsewhere}/data, which the container does not see" in said
+            assert f"launcher.container.mounts: {{source: {elsewhere}/data}}" in said
+        mounted = CONTAINER.replace("/data,", f"'{elsewhere}',")
+        words_mounted = [mounted if word == CONTAINER else word for word in words]
+        assert main([*words_mounted, f"data.blend=[{{prefix: '{prefix}'}}]"]) == 0
+        assert main([*(w for w in words if w != CONTAINER), f"data.blend=[{{prefix: '{prefix}'}}]"]) == 0
+
+
 def test_without_sbatch_nothing_is_written(here, capsys, corpus, monkeypatch):
     monkeypatch.setenv("PATH", str(here))
     before = sorted(here.rglob("*"))
