@@ -9,6 +9,7 @@ Texts stand in quotes wherever YAML could read them as anything else. `$` stands
 pod is given, where Kubernetes would read `$(NAME)` as a variable.
 """
 
+import base64
 import math
 import re
 import secrets
@@ -34,14 +35,19 @@ RECIPES = "/etc/megaspec"
 # Of the Secret that the ranks of several pods share, and of its only entry.
 SECRETS = "/etc/megaspec-secret"
 _ENTRY = "secret"
-# What ends a job for good: another start would end so, too.
-FINAL = tuple(code for code in MEANINGS if code != 0 and code not in RESTARTED)
+# A Python or a package that is not in the image, an option that its megaspec does not know, a command that can't start.
+NOT_BEGUN = (1, 2, 126, 127, 128)
+# What ends a job for good: another start would end so, too. Kubernetes wants them in order.
+FINAL = tuple(sorted({code for code in MEANINGS if code != 0 and code not in RESTARTED} | set(NOT_BEGUN)))
 # Names that Kubeflow's controllers look for.
 _NODE = "node"
 _V1_CONTAINER = "pytorch"
 _V1_PORT = "pytorchjob-port"
 _V1_NODE_RANK = "RANK"
 _INDEX = "JOB_COMPLETION_INDEX"
+# JobSet numbers its starts, in a label of every pod; the training operator of v1 does not.
+_START = "MEGASPEC_START"
+_START_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 
 
 def render(spec: Spec, *, memory: str = "check") -> str:
@@ -104,20 +110,44 @@ def manifests(spec: Spec, *, memory: str = "check") -> list[dict[str, Any]]:
 def submit(text: str, specs: Sequence[Spec]) -> str:
     """Hands manifests of runs to kubectl, and the secrets that they name. -> what it says of each.
 
+    They are created, never applied: of a job that is there already `apply` would change the recipe and the secret
+    under its pods, which read them when they start again, and leave the job itself as it is.
     RecipeError: there is no kubectl, or it refuses them.
     """
     refuse_missing()
+    values = []
     for spec in specs:
         made = secret(spec)
         if made is not None:
+            values += yaml.safe_load(made)["stringData"].values()
             text = f"{made}---\n{text}"
-    command = [SUBMIT, "apply", "--filename", "-"]
+    command = [SUBMIT, "create", "--filename", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        text = f"kubectl refuses the job: {said}; kubectl delete what it made, if it made a part of it, and try again"
+        for value in values:
+            # kubectl may show what it was given
+            said = said.replace(value, "***").replace(base64.b64encode(value.encode()).decode(), "***")
+        text = f"kubectl refuses the job: {said}; mend launcher.*, or set launcher.job to another name. What is there "
+        text += f"of an earlier job, or was made of this one, is deleted by: {deletion(specs)}"
         raise RecipeError([Problem("launcher", text)])
     return done.stdout.strip()
+
+
+def deletion(specs: Sequence[Spec]) -> str:
+    """The command that deletes all objects of runs' jobs, which are alike; not their volumes."""
+    first = specs[0]
+    kinds = [manifest["kind"].lower() for manifest in manifests(first)]
+    # the job first: what it reads is needed until it has ended
+    kinds.reverse()
+    if secret_name(first) is not None:
+        kinds.append("secret")
+    namespace = _launcher(first).namespace
+    where = "" if namespace is None else f" --namespace {namespace}"
+    selector = f"app.kubernetes.io/instance={job_name(first)}"
+    if len(specs) > 1:
+        selector = f"'app.kubernetes.io/instance in ({','.join(job_name(spec) for spec in specs)})'"
+    return f"{SUBMIT} delete {','.join(kinds)} --ignore-not-found{where} --selector {selector}"
 
 
 def refuse_missing() -> None:
@@ -216,7 +246,11 @@ def _train_job(spec: Spec, launcher: KubernetesLauncher, memory: str) -> list[di
 def _job_set(spec: Spec, launcher: KubernetesLauncher, memory: str) -> dict[str, Any]:
     """A set of one indexed job, a pod for each node. Whatever ends a pod ends all; the set then starts them again."""
     host = f"{_node_0(spec)}.{job_name(spec)}"
-    container = _container(spec, launcher, name=_NODE, rank_from=_INDEX, host=host, memory=memory)
+    # another name in each start: what was signed or left in an earlier one counts no more
+    start = f"{job_name(spec)}-$({_START})"
+    container = _container(spec, launcher, name=_NODE, rank_from=_INDEX, host=host, start=start, memory=memory)
+    label = {"fieldRef": {"fieldPath": f"metadata.labels['{_START_LABEL}']"}}
+    container["env"].append({"name": _START, "valueFrom": label})
     on_codes = {"containerName": _NODE, "operator": "In", "values": list(FINAL)}
     job = {
         "completionMode": "Indexed",
@@ -242,7 +276,7 @@ def _node_0(spec: Spec) -> str:
 def _pytorch_job(spec: Spec, launcher: KubernetesLauncher, memory: str) -> dict[str, Any]:
     """v1: a master, which is node 0, and workers."""
     host = f"{job_name(spec)}-master-0"
-    words = {"name": _V1_CONTAINER, "rank_from": _V1_NODE_RANK, "host": host, "memory": memory}
+    words = {"name": _V1_CONTAINER, "rank_from": _V1_NODE_RANK, "host": host, "start": job_name(spec), "memory": memory}
     container = _container(spec, launcher, **words, more=("--retryable",))
     container["ports"] = [{"name": _V1_PORT, "containerPort": PORT}]
     replicas = {"Master": _replica(spec, launcher, container, 1)}
@@ -320,13 +354,14 @@ def _container(
     name: str,
     rank_from: str,
     host: str,
+    start: str,
     memory: str,
     more: Sequence[str] = (),
 ) -> dict[str, Any]:
     words = ["python3", "-P", "-m", "megaspec_launchers.node", f"--nodes={launcher.nodes}"]
     words += [f"--ranks={launcher.ranks_per_node}", f"--rank-from={rank_from}", f"--host={host}", f"--port={PORT}"]
-    words += [f"--job={job_name(spec)}", f"--grace={launcher.grace_seconds:g}", f"--run-dir={spec.run_dir}", *more]
-    words += ["--", *words_of_job(RECIPES, spec, memory=memory)]
+    options = [f"--grace={launcher.grace_seconds:g}", f"--run-dir={spec.run_dir}", *more]
+    options += ["--", *words_of_job(RECIPES, spec, memory=memory)]
     # what a program writes into its home, and what compilers keep, goes with the pod
     # and a user that the image does not know has no name, which torch's compiler asks for
     variables = {"HOME": "/tmp", "USER": "megaspec", **launcher.env}
@@ -342,7 +377,8 @@ def _container(
     made: dict[str, Any] = {
         "name": name,
         "image": launcher.image,
-        "command": [_escaped(word) for word in words],
+        # in `start` Kubernetes puts a variable's value
+        "command": [*words, f"--job={start}", *(_escaped(word) for word in options)],
         "workingDir": launcher.work_dir,
         "env": [{"name": name, "value": _escaped(value)} for name, value in variables.items()],
         "securityContext": {

@@ -23,11 +23,16 @@ def whole_recipe(content: Mapping[str, Any], remark: Callable[[str], str] | None
 
 
 def recipe_of_job(spec: Spec) -> str:
-    """The recipe that the nodes of a job train: all that the Spec says, with ranks that the nodes start themselves."""
+    """The recipe that the nodes of a job train, as text."""
+    return "".join(f"{line}\n" for line in whole_recipe(content_of_job(spec)))
+
+
+def content_of_job(spec: Spec) -> dict[str, Any]:
+    """The same as plain data: all that the Spec says, with ranks that the nodes start themselves."""
     assert isinstance(spec.launcher, ClusterLauncher), f"launcher.kind={spec.launcher.kind} is no job"
     content = spec.model_dump(mode="json", include=set(Recipe.model_fields))
     content["launcher"] = spec.launcher.on_nodes(spec.world_size).model_dump(mode="json")
-    return "".join(f"{line}\n" for line in whole_recipe(content))
+    return content
 
 
 def words_of_job(config_dir: str, spec: Spec, *, memory: str) -> list[str]:

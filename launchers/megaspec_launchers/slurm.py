@@ -26,6 +26,8 @@ SUBMIT = "sbatch"
 END = "END-OF-RECIPE"
 # Between the warning and SLURM's own kill, beyond the grace: what is left of a step, and srun.
 MARGIN_SECONDS = 60
+# What `scontrol show job` says of a job that SLURM ends at its limit, or preempts; of one that is cancelled, neither.
+_GOES_ON = "Reason=TimeLimit|PreemptTime=[0-9]"
 # After which a job is put back into the queue.
 _RESTARTED = f"{HangError.exit_code}|{Preempted.exit_code}"
 
@@ -50,12 +52,16 @@ def render_array(specs: Sequence[Spec], *, at_once: int | None = None, memory: s
     return _script(first, list(specs), at_once=at_once, memory=memory)
 
 
-def submit(text: str, _: Sequence[Spec]) -> str:
+def submit(text: str, specs: Sequence[Spec]) -> str:
     """Hands a script to sbatch, from the folder where it is called. -> the job's number.
 
-    RecipeError: there is no sbatch, or it refuses the job; nothing was started then.
+    RecipeError: there is no sbatch, it refuses the job, or nodes would not find megaspec; nothing was started then.
     """
     refuse_missing()
+    launcher = specs[0].launcher
+    assert isinstance(launcher, SlurmLauncher), f"launcher.kind={launcher.kind} is no job of SLURM"
+    if launcher.container is None and not launcher.modules:
+        _refuse_another_python()
     done = subprocess.run([SUBMIT, "--parsable"], input=text, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
@@ -72,6 +78,18 @@ def refuse_missing() -> None:
         text = "launcher.kind=slurm needs sbatch, which can't be found; start it on a login node of the cluster, "
         text += "or write the script with --print and submit it there"
         raise RecipeError([Problem("launcher.kind", text)])
+
+
+def _refuse_another_python() -> None:
+    """RecipeError: `python3`, which nodes start with this shell's PATH, has no megaspec."""
+    python = shutil.which("python3")
+    if python is not None:
+        looked = [python, "-P", "-c", "import megaspec_launchers.node"]
+        if subprocess.run(looked, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0:
+            return
+    text = f"nodes start python3 by this shell's PATH, which is {python or 'not there'} and has no megaspec; start "
+    text += "this again with its environment activated, or set launcher.modules or launcher.container"
+    raise RecipeError([Problem("launcher", text)])
 
 
 def quoted(text: str) -> str:
@@ -139,11 +157,18 @@ def _options(spec: Spec, launcher: SlurmLauncher, runs: int, at_once: int | None
 
 
 def _preparation(launcher: SlurmLauncher) -> Iterator[str]:
+    if launcher.modules:
+        # before set -u: what defines `module`, and modules themselves, read variables that may not be there
+        yield "# a shell that nobody has logged in to may not know what modules are"
+        yield "# shellcheck source=/dev/null"
+        yield "if ! command -v module > /dev/null; then . /etc/profile; fi"
+        yield f"module load {shlex.join(launcher.modules)} || exit 64"
     yield "set -u"
     yield "# a request to stop is for the step, which saves: this shell waits for it, and then looks how it ended"
-    yield "trap : TERM USR1 HUP"
-    if launcher.modules:
-        yield f"module load {shlex.join(launcher.modules)} || exit 64"
+    yield "trap : USR1 HUP"
+    yield "# SLURM tells this shell, too, where it ends the job itself: scancel, a limit, preemption"
+    yield "ended=no"
+    yield "trap 'ended=yes' TERM"
     for name, value in launcher.env.items():
         yield f"export {name}={quoted(value)}"
     yield "# nodes reach each other by the name of the first; the port is one that another job of the node hardly has"
@@ -214,7 +239,8 @@ def _step(spec: Spec, launcher: SlurmLauncher, memory: str) -> Iterator[str]:
     if launcher.cpus_per_node is not None:
         # srun does not take it over from sbatch
         words += [f"--cpus-per-task={launcher.cpus_per_node}"]
-    words += ["--cpu-bind=none"]
+    # whatever sbatch was told of the environment: the secret, modules and launcher.env are for the tasks
+    words += ["--cpu-bind=none", "--export=ALL"]
     lines = [shlex.join(words), *_inside(launcher)]
     node = ["python3", "-P", "-m", "megaspec_launchers.node", f"--nodes={launcher.nodes}"]
     node += [f"--ranks={launcher.ranks_per_node}", "--rank-from=SLURM_NODEID", f"--grace={launcher.grace_seconds:g}"]
@@ -261,7 +287,10 @@ def _end(launcher: SlurmLauncher) -> Iterator[str]:
     yield 'if [ "$code" -ge 128 ]; then code=74; elif [ "$code" -eq 1 ]; then code=70; fi'
     yield 'case "$code" in'
     yield f"{_RESTARTED})"
-    yield f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launcher.max_restarts} ]; then'
+    yield "  # SLURM would requeue a job that is cancelled, too; one whose time is over, or that is preempted, goes on"
+    yield f"""  if [ "$ended" = yes ] && ! scontrol show job "$SLURM_JOB_ID" | grep -E -q '{_GOES_ON}'; then"""
+    yield '    echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2'
+    yield f'  elif [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launcher.max_restarts} ]; then'
     yield '    echo "megaspec: exit code $code: the job goes back into the queue" >&2'
     yield '    rm -rf "$job"'
     yield '    scontrol requeue "$SLURM_JOB_ID"'

@@ -95,6 +95,7 @@ def look(target: Target, run_dir: Path, *, nodes: int) -> list[Finding]:
     if driver is not None:
         findings += gpus.gpu_findings(driver.gpus)
     findings += machine.card_findings(cards, nodes=nodes)
+    findings += machine.interface_findings(os.environ, machine.read_interfaces(), cards, nodes=nodes)
     findings.append(machine.look_at_name(os.environ, nodes=nodes))
     findings.append(machine.look_at_shm(ranks=ranks))
     findings += machine.look_at_disk(run_dir)

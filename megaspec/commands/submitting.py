@@ -1,13 +1,16 @@
 """How `train` hands a run to a cluster: resolved for its nodes here, trained there."""
 
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from megaspec.commands.layouts import layout_options, specs_of_list
 from megaspec.commands.planned import cluster_target
 from megaspec.compose.compose import Composed
 from megaspec.compose.words import compose_words, tell_left_out
@@ -23,13 +26,17 @@ from megaspec.resolve.gather import gather_facts, planned_run_dir
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.search.fits import memory_warning, start_problems
+from megaspec.spec import Spec
 from megaspec.sweep.multirun import specs_of_points
 from megaspec.sweep.points import grid
 from megaspec.sweep.words import OWN_LAUNCHER, read_words
 from megaspec_launchers import kubernetes, slurm
+from megaspec_launchers.recipe_file import content_of_job
 
 SCHEDULERS: dict[str, ModuleType] = {"slurm": slurm, "kubernetes": kubernetes}
 """By launcher.kind: `render(spec, memory=)`, `submit(text, specs)` and `refuse_missing()`."""
+# Names of keys whose values are files or folders.
+PATHS = ("prefix", "path", "cache", "source", "fallback_dir")
 
 
 def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memory: str, prints: bool) -> int:
@@ -46,6 +53,8 @@ def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memo
     facts = facts_for(composed.recipe, launcher, goes_on=goes_on)
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
+    _refuse_wrong_layouts(spec)
+    _refuse_unmounted(spec)
     tell_left_out(composed)
     warning = memory_warning(spec, target)
     if warning:
@@ -98,11 +107,16 @@ def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: Cl
         text += "hydra/launcher, or set launcher=local to run points from here"
         raise RecipeError([Problem("launcher.kind", text)])
     # of every point the same, see _point_target
-    specs = specs_of_points(taken, config_dirs, partial(_point_target, launcher=launcher))
+    facts_of = partial(facts_for, launcher=launcher, goes_on=False)
+    specs = specs_of_points(taken, config_dirs, partial(_point_target, launcher=launcher), facts_of)
+    for spec in specs:
+        _refuse_wrong_layouts(spec)
+        _refuse_unmounted(spec)
     if isinstance(launcher, SlurmLauncher):
         at_once = None if taken.spec.slots == AUTO else taken.spec.slots
         text = slurm.render_array(specs, at_once=at_once, memory=taken.memory)
     else:
+        _refuse_one_name(specs)
         text = "---\n".join(kubernetes.render(spec, memory=taken.memory) for spec in specs)
     if prints:
         print(text, end="")
@@ -111,6 +125,69 @@ def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: Cl
     folder = Path(specs[0].run_dir).parent
     print(printable(f"{launcher.kind}: submitted {said}; {len(specs)} runs are in {folder}", keep="\n"))
     return 0
+
+
+def _refuse_wrong_layouts(spec: Spec) -> None:
+    """RecipeError: a layout of launcher.layouts is none. The node's supervisor would say so when the job has waited."""
+    launcher = spec.launcher
+    assert isinstance(launcher, ClusterLauncher), f"launcher.kind={launcher.kind} is no job"
+    if not launcher.layouts:
+        return
+    # as the node reads it: with the degrees that are decided, which the words of a layout change
+    recipe = Recipe.model_validate_json(json.dumps(content_of_job(spec)))
+    target = cluster_target(recipe, launcher, detect_target())
+    specs_of_list(layout_options(Composed(recipe, {})), target, gather_facts(recipe))
+
+
+def _refuse_unmounted(spec: Spec) -> None:
+    """RecipeError: what the run reads or keeps lies here where its container on the nodes does not see it."""
+    launcher = spec.launcher
+    if not isinstance(launcher, SlurmLauncher) or launcher.container is None:
+        return
+    seen = [os.getcwd()]
+    if os.path.isabs(spec.run_dir):
+        seen.append(os.path.dirname(spec.run_dir))
+    seen += [mount.target or mount.source for mount in launcher.container.mounts]
+    problems = []
+    for key, path in _paths(spec):
+        # also where a link in a folder that is mounted leads
+        for place in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
+            folder = os.path.dirname(place)
+            if os.path.isdir(folder) and not any(_is_below(place, one) for one in seen):
+                text = f"{key}={path} is in {folder}, which the container does not see; add it to "
+                text += f"launcher.container.mounts: {{source: {folder}}}"
+                problems.append(Problem(key, text))
+                break
+    if problems:
+        raise RecipeError(problems)
+
+
+def _paths(spec: Spec) -> Iterator[tuple[str, str]]:
+    """Keys and values of files and folders that are no URLs."""
+    waiting: list[tuple[str, Any]] = []
+    for section in ("data", "init", "checkpoint"):
+        waiting.append((section, getattr(spec, section).model_dump(mode="json")))
+    while waiting:
+        key, value = waiting.pop(0)
+        if isinstance(value, dict):
+            waiting += [(f"{key}.{name}", one) for name, one in value.items()]
+        elif isinstance(value, list):
+            waiting += [(f"{key}.{number}", one) for number, one in enumerate(value)]
+        elif isinstance(value, str) and key.rpartition(".")[2] in PATHS and "://" not in value:
+            yield key, value
+
+
+def _is_below(place: str, folder: str) -> bool:
+    return os.path.commonpath([place, folder]) == os.path.normpath(folder)
+
+
+def _refuse_one_name(specs: Sequence[Spec]) -> None:
+    """RecipeError: jobs of Kubernetes that are called the same; the objects of one would be taken for the other's."""
+    names = [kubernetes.job_name(spec) for spec in specs]
+    if len(set(names)) < len(names):
+        text = f"launcher.job={names[0]} would name the job of every point; drop it, and set sweep.name, by which runs "
+        text += "and their jobs are called"
+        raise RecipeError([Problem("launcher.job", text)])
 
 
 def _point_target(recipe: Recipe, *, launcher: ClusterLauncher) -> Target:

@@ -7,7 +7,7 @@ import resource
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -296,6 +296,54 @@ def card_findings(cards: list[Card], *, nodes: int) -> Iterator[Finding]:
         yield ok("links", "no network card that is up: ranks of this machine alone")
 
 
+def read_interfaces() -> list[str]:
+    """Names of all network interfaces, virtual ones too."""
+    return sorted(name for _, name in socket.if_nameindex())
+
+
+def chosen(said: str, names: Sequence[str], *, by_beginning: bool) -> list[str]:
+    """Those that a variable of NCCL's or gloo's names: a list with commas, of beginnings of names or of whole ones.
+    NCCL takes `=` before it for whole names, `^` for all others, and a port behind a colon."""
+    is_left_out = said.startswith("^")
+    said = said.removeprefix("^")
+    if said.startswith("="):
+        by_beginning = False
+    words = [word.partition(":")[0] for word in said.removeprefix("=").split(",") if word]
+    named = []
+    for name in names:
+        if by_beginning:
+            is_named = any(name.startswith(word) for word in words)
+        else:
+            is_named = name in words
+        if is_named != is_left_out:
+            named.append(name)
+    return named
+
+
+def interface_findings(
+    environ: Mapping[str, str], interfaces: Sequence[str], cards: Sequence[Card], *, nodes: int
+) -> Iterator[Finding]:
+    """Variables that name network cards which this host does not have. Ranks of one machine alone don't read them."""
+    there = ", ".join(interfaces) or "none"
+    for variable, by_beginning in (("NCCL_SOCKET_IFNAME", True), ("GLOO_SOCKET_IFNAME", False)):
+        said = environ.get(variable)
+        if not said or chosen(said, interfaces, by_beginning=by_beginning):
+            continue
+        what = f"{variable}={said} names no network card of this host: {there}"
+        why = "ranks of several hosts meet over it, and end where it is not there"
+        do = f"set {variable} to one of them, or unset it"
+        if nodes > 1:
+            yield error("links", what, why=why, do=do, code=RecipeError.exit_code)
+        else:
+            yield warn("links", what, why=why, do=do)
+    said = environ.get("NCCL_IB_HCA")
+    adapters = list(dict.fromkeys(card.name.partition(":")[0] for card in cards if card.is_rdma))
+    if said and not chosen(said, adapters, by_beginning=True):
+        what = f"NCCL_IB_HCA={said} names no InfiniBand or RoCE card of this host: {', '.join(adapters) or 'none'}"
+        why = "NCCL says nothing and goes over sockets, which are many times slower"
+        yield warn("links", what, why=why, do="set NCCL_IB_HCA to some of them, or unset it")
+
+
 def name_finding(name: str, address: str | None, *, nodes: int) -> Finding:
     """`address`: what this host's own name means; None: nothing."""
     if address is None:
@@ -316,6 +364,11 @@ def look_at_name(environ: Mapping[str, str], *, nodes: int) -> Finding:
         address = socket.gethostbyname(name)
     except OSError:
         address = None
-    if "GLOO_SOCKET_IFNAME" in environ:
-        return ok("links", f"this host is {name}; gloo takes the address of {environ['GLOO_SOCKET_IFNAME']}")
+    said = environ.get("GLOO_SOCKET_IFNAME")
+    if said:
+        taken = chosen(said, read_interfaces(), by_beginning=False)
+        if not taken:
+            # told as an error of the variable
+            return ok("links", f"this host is {name}")
+        return ok("links", f"this host is {name}; gloo takes the address of {taken[0]}")
     return name_finding(name, address, nodes=nodes)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from megaspec.core.frozen import (
     Auto,
@@ -61,6 +61,13 @@ class LocalLauncher(Frozen):
     """Time after which a collective that has not finished counts as hung."""
 
 
+def parse_quantity(value: Any) -> Any:
+    """The text of a whole number, as which Kubernetes reads it too; anything else as it is."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value
+
+
 # What stands in a batch script or manifest as it is. Others are refused, never escaped: no scheduler's own grammar of
 # options says how.
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:@|&*+\[\]()/-]{0,255}$")]
@@ -73,13 +80,15 @@ Image = Annotated[str, Field(max_length=1024, pattern=r"^[A-Za-z0-9/.][^\x00-\x2
 AbsolutePath = Annotated[str, Field(max_length=4096, pattern=r"^/[^\x00]*$")]
 # Commas and colons stand between the parts of a list of mounts.
 MountPath = Annotated[str, Field(max_length=4096, pattern=r"^/[^\x00-\x1f\x7f,:]*$")]
+# Kubernetes takes no colon there.
+PodPath = Annotated[str, Field(max_length=4096, pattern=r"^/[^\x00:]*$")]
 # Kubernetes: a name of RFC 1123, a name that may have a prefix, a quantity.
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 LabelKey = Annotated[
     str, Field(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")
 ]
 LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTP]|[KMGTP]i)?$")]
+Quantity = Annotated[str, BeforeValidator(parse_quantity), Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTP]|[KMGTP]i)?$")]
 Variables = Annotated[dict[VariableName, Line], AfterValidator(ByName)]
 Quantities = Annotated[dict[LabelKey, Quantity], AfterValidator(ByName)]
 Labels = Annotated[dict[LabelKey, LabelValue], AfterValidator(ByName)]
@@ -101,7 +110,8 @@ class ClusterLauncher(Frozen):
     restarts: RestartsSpec = RestartsSpec()
     """How the only node of a job starts its ranks again, before the job goes back to its scheduler."""
     layouts: tuple[tuple[LayoutWord, ...], ...] | Literal["search"] = ()
-    """On the only node of a job: what is taken where devices are gone, as of launcher=local."""
+    """On the only node of a job: what is taken where devices are gone, as of launcher=local. A job holds all that was
+    decided for its own layout, so these name every degree that changes."""
     grace_seconds: PositiveFloat = 120.0
     """Time that ranks have to finish their step and save when the job is asked to stop before they are killed."""
     timeout_seconds: PositiveFloat = 600.0
@@ -146,7 +156,10 @@ class SlurmLauncher(ClusterLauncher):
     """A batch job of SLURM. Rank and task counts, the signal before the limit and requeueing are written for you."""
 
     kind: Literal["slurm"]
-    time: Annotated[str, Field(pattern=r"^(\d{1,3}-)?\d{1,2}:\d{2}:\d{2}$")] = "24:00:00"
+    # and a minute more has to be a number that sbatch takes: 65535 at most
+    grace_seconds: Annotated[PositiveFloat, Field(le=65475)] = 120.0
+    """Time that ranks have to finish their step and save when the job is asked to stop before they are killed."""
+    time: Annotated[str, Field(pattern=r"^(\d{1,3}-)?\d{1,2}:[0-5]\d:[0-5]\d$")] = "24:00:00"
     """Limit of one start: hours:minutes:seconds or days-hours:minutes:seconds. The run goes on in the next start."""
     account: Word | None = None
     """Account that is charged; null: the user's own."""
@@ -159,7 +172,8 @@ class SlurmLauncher(ClusterLauncher):
     reservation: Word | None = None
     """Reservation to run in."""
     gres: Word = "gpu"
-    """What SLURM calls a GPU: gpu, or gpu:h100 where a cluster has several kinds. Not asked for with hardware=cpu."""
+    """What SLURM calls a GPU: gpu, or gpu:h100 where a cluster has several kinds. How many a node gives is
+    ranks_per_node. Not asked for with hardware=cpu."""
     cpus_per_node: PositiveInt | None = None
     """Cores of a node; null: all of it where exclusive, else the partition's default."""
     memory: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = "0"
@@ -177,7 +191,7 @@ class ClaimVolume(Frozen):
 
     claim: ObjectName
     """Its name."""
-    path: AbsolutePath
+    path: PodPath
     """Where the pods see it."""
     read_only: bool = False
     """Whether they may not write there."""

@@ -7,19 +7,36 @@ from megaspec.core.errors import Problem, RecipeError
 from megaspec.data.spec import DOWNLOADS
 from megaspec.data.urls import all_url_places
 from megaspec.estimate.hardware import hardware_named
-from megaspec.launcher.spec import ClusterLauncher, KubernetesLauncher, SlurmLauncher
+from megaspec.launcher.spec import ClusterLauncher, KubernetesLauncher, RestartsSpec, SlurmLauncher
 from megaspec.rules.case import Case
 
 CPU = "cpu"
 # Pods, services and hostnames add to a job's name: `-node-0-0` and five letters of a pod's own.
 MOST_OF_A_NAME = 46
-# Variables that the texts set themselves.
+# Variables that the texts set themselves, and those of megaspec's own.
 OURS = re.compile(
-    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|HOME|USER|PATH|TORCHELASTIC_.*|PET_.*|SLURM_.*)"
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|HOME|USER|PATH"
+    r"|TORCHELASTIC_.*|PET_.*|SLURM_.*|MEGASPEC_.*)"
 )
-# By variables such as these a process loads code.
-CODE = re.compile(r"(LD_.*|PYTHON.*|BASH_ENV|ENV|PROMPT_COMMAND|IFS|SHELLOPTS|.*PLUGIN.*|.*_PATH|.*PRELOAD.*)")
-SECRETS = re.compile(r"(.*_)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_.*)?")
+# By variables such as these a process loads code: libraries, programs, options of a compiler or an interpreter, and
+# folders from which compiled code is taken as it lies there. HF_HOME holds data.
+CODE = re.compile(
+    r"(LD_.*|PYTHON.*|PIP_.*|UV_.*|GIT_.*|BASH_.*|ENV|PROMPT_COMMAND|PS[0-4]|IFS|SHELL|SHELLOPTS|EDITOR|PAGER"
+    r"|CC|CXX|CPP|CUDACXX|.*HOSTCXX|.*CFLAGS|.*CXXFLAGS|.*LDFLAGS|.*NVCC.*|.*CMAKE.*"
+    r"|.*PLUGIN.*|.*_PATH|.*PRELOAD.*|.*INJECTION.*|.*_LIB|.*_LIBRARY|.*_COMMAND|.*_OPTIONS|NCCL_CONF_FILE"
+    r"|.*_CACHE_DIR|.*_EXTENSIONS_DIR|XDG_.*|(?!HF_).*_HOME)"
+)
+SECRETS = re.compile(
+    r"(.*_)?((API|ACCESS|SECRET|PRIVATE|AUTH)?KEY|TOKEN|SECRET|JWT|PAT|AUTH|COOKIE|PWD|.*PASS|.*PASSWORD|.*PASSWD"
+    r"|PASSPHRASE|CREDENTIALS?)(_.*)?"
+)
+# A user, or a user and a password, in an address.
+ADDRESS_WITH_USER = re.compile(r"://[^/?#\s]*@")
+# That a node may have. A larger number in launcher.gres names a kind, such as gpu:3090.
+MOST_GPUS = 64
+# Of quantities of Kubernetes.
+_UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 
 
 def ranks_fill_the_nodes(case: Case) -> Problem | None:
@@ -36,6 +53,22 @@ def ranks_fill_the_nodes(case: Case) -> Problem | None:
     if nodes and not rest:
         text += f", or set launcher.nodes={nodes}"
     return Problem("launcher.ranks", text)
+
+
+def only_one_node_is_supervised(case: Case) -> Problem | None:
+    """launcher.layouts and launcher.restarts are of the supervisor, which a job of one node alone has."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, ClusterLauncher) or launcher.nodes == 1:
+        return None
+    said = {"launcher.layouts": bool(launcher.layouts), "launcher.restarts": launcher.restarts != RestartsSpec()}
+    for key, is_set in said.items():
+        if is_set:
+            text = f"{key} is read where a job has one node, whose ranks are supervised, and launcher.nodes="
+            text += (
+                f"{launcher.nodes}: a scheduler starts all nodes again or none, launcher.max_restarts times; drop {key}"
+            )
+            return Problem(key, text)
+    return None
 
 
 def nodes_have_such_gpus(case: Case) -> Problem | None:
@@ -62,11 +95,19 @@ def variables_hold_no_secret(case: Case) -> Problem | None:
         if SECRETS.fullmatch(name):
             key = f"launcher.env.{name}"
             text = f"{key} names a secret, and recipe, run folder and job are read by others; drop it and"
-            way = "export it in the shell that submits the job"
-            if isinstance(case.recipe.launcher, KubernetesLauncher):
-                way = "keep it in a file of the run's volume that only its user can read"
-            return Problem(key, f"{text} {way}")
+            return Problem(key, f"{text} {_way_of_secrets(case)}")
+    for name, value in _values(case).items():
+        if ADDRESS_WITH_USER.search(value):
+            key = f"launcher.env.{name}"
+            text = f"{key} holds an address with a user or password, and recipe, run folder and job are read by others;"
+            return Problem(key, f"{text} drop it and {_way_of_secrets(case)}")
     return None
+
+
+def _way_of_secrets(case: Case) -> str:
+    if isinstance(case.recipe.launcher, KubernetesLauncher):
+        return "keep it in a file of the run's volume that only its user can read"
+    return "export it in the shell that submits the job"
 
 
 def variables_load_no_code(case: Case) -> Problem | None:
@@ -101,6 +142,21 @@ def job_outlives_its_grace(case: Case) -> Problem | None:
     return Problem("launcher.time", text)
 
 
+def gpus_are_counted_once(case: Case) -> Problem | None:
+    """launcher.gres names one kind of GPU, without a count: that is launcher.ranks_per_node."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, SlurmLauncher):
+        return None
+    first, _, kind = launcher.gres.partition(":")
+    is_counted = kind.isdigit() and int(kind) <= MOST_GPUS
+    if not is_counted and not re.search("[:,]", kind) and "," not in first:
+        return None
+    name = first.partition(",")[0]
+    text = f"launcher.gres={launcher.gres} must name one kind of GPU and no count, which is launcher.ranks_per_node="
+    text += f"{launcher.ranks_per_node}; set launcher.gres={name}"
+    return Problem("launcher.gres", f"{text}, or {name}:KIND where a cluster has several kinds")
+
+
 def seconds_of(time: str) -> int:
     """Of SLURM's `days-hours:minutes:seconds`."""
     days, _, clock = time.rpartition("-")
@@ -121,7 +177,7 @@ def job_has_a_name(case: Case) -> Problem | None:
         name = case.recipe.name
     if re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) and len(name) <= MOST_OF_A_NAME:
         return None
-    nearest = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-0123456789")[:MOST_OF_A_NAME].strip("-") or "run"
+    nearest = re.sub(r"[^a-z0-9]+", "-", name.lower()).lstrip("-0123456789")[:MOST_OF_A_NAME].strip("-") or "run"
     text = f"{key}={name} must be a name of Kubernetes': at most {MOST_OF_A_NAME} lower-case letters, digits and "
     text += f"dashes, the first a letter; set launcher.job={nearest}"
     return Problem(key, text)
@@ -136,8 +192,11 @@ def run_lies_in_a_volume(case: Case) -> Problem | None:
     run_dir = str(case.recipe.run_dir)
     if _pods_may_write(launcher, run_dir):
         return None
+    place = PurePosixPath(launcher.work_dir, run_dir)
     writable = [volume.path for volume in launcher.volumes if not volume.read_only]
-    if writable:
+    if writable and (PurePosixPath(run_dir).is_absolute() or ".." in place.parts):
+        way = f"set run_dir={writable[0].rstrip('/')}/runs/{case.recipe.name}, or mount a volume there"
+    elif writable:
         way = f"set launcher.work_dir={writable[0]}, or mount a volume at {launcher.work_dir}"
     else:
         way = "give it a volume without read_only"
@@ -178,7 +237,7 @@ def volumes_have_places(case: Case) -> Problem | None:
     launcher = case.recipe.launcher
     if not isinstance(launcher, KubernetesLauncher):
         return None
-    seen = ["/dev/shm", "/tmp", "/etc/megaspec", "/"]
+    seen = ["/dev/shm", "/tmp", "/etc/megaspec", "/etc/megaspec/recipes", "/etc/megaspec-secret", "/"]
     for number, volume in enumerate(launcher.volumes):
         place = str(PurePosixPath(volume.path))
         if place in seen:
@@ -186,6 +245,23 @@ def volumes_have_places(case: Case) -> Problem | None:
             return Problem(key, f"{key}={volume.path} is taken by another volume of the pods; set another folder")
         seen.append(place)
     return None
+
+
+def shm_fits_into_the_memory(case: Case) -> Problem | None:
+    """launcher.shm is less than launcher.memory: what lies in /dev/shm counts as memory of the pod."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, KubernetesLauncher) or launcher.memory is None:
+        return None
+    if bytes_of(launcher.shm) < bytes_of(launcher.memory):
+        return None
+    text = f"launcher.shm={launcher.shm} must be less than launcher.memory={launcher.memory}, of which it is a part: "
+    return Problem("launcher.shm", f"{text}a pod that fills it is killed; lower launcher.shm, or raise launcher.memory")
+
+
+def bytes_of(quantity: str) -> float:
+    """Of a quantity of Kubernetes'."""
+    number = quantity.rstrip("mkKMGTPi")
+    return float(number) * _UNITS[quantity[len(number) :]]
 
 
 def priority_has_a_queue(case: Case) -> Problem | None:
@@ -200,7 +276,11 @@ def priority_has_a_queue(case: Case) -> Problem | None:
 
 
 def _variables(case: Case) -> list[str]:
+    return list(_values(case))
+
+
+def _values(case: Case) -> dict[str, str]:
     launcher = case.recipe.launcher
     if not isinstance(launcher, ClusterLauncher):
-        return []
-    return list(launcher.env)
+        return {}
+    return dict(launcher.env)

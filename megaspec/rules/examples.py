@@ -767,6 +767,11 @@ _LAUNCH = {
     "launch-ranks": Example(
         (*_SLURM, "launcher.ranks=4"), ("launcher.nodes=2",), "launcher.ranks", facts=replace(FACTS, train_tokens=10**7)
     ),
+    "launch-supervised": Example(
+        (*_SLURM, "launcher.nodes=2", "launcher.layouts=[['parallelism.tp=1']]"),
+        ("launcher.layouts=[]",),
+        "launcher.layouts",
+    ),
     "launch-gpus": Example(
         ("launcher=slurm", "launcher.hardware=H200", "launcher.ranks_per_node=16", "train.global_batch=16"),
         ("launcher.ranks_per_node=8", "launcher.nodes=2"),
@@ -781,6 +786,7 @@ _LAUNCH = {
     ),
     "launch-ours": Example((*_SLURM, "launcher.env={RANK: '0'}"), ("~launcher.env",), "launcher.env.RANK"),
     "launch-time": Example((*_SLURM, "launcher.time=0:03:00"), ("launcher.time=1:00:00",), "launcher.time"),
+    "launch-gres": Example((*_SLURM, "launcher.gres=gpu:8"), ("launcher.gres=gpu",), "launcher.gres"),
     "launch-name": Example((*_PODS, _VOLUME, "name=My_Run"), ("launcher.job=my-run",), "name"),
     "launch-volume": Example(
         (*_PODS, "launcher.volumes=[{claim: runs, path: /data}]"), ("launcher.work_dir=/data",), "launcher.work_dir"
@@ -795,6 +801,7 @@ _LAUNCH = {
         ("launcher.volumes.1.path=/data",),
         "launcher.volumes.1.path",
     ),
+    "launch-shm": Example((*_PODS, _VOLUME, "launcher.memory=32Gi"), ("launcher.memory=128Gi",), "launcher.shm"),
     "launch-priority": Example(
         (*_PODS, _VOLUME, "launcher.priority=high"), ("launcher.queue=team",), "launcher.priority"
     ),

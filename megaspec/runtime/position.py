@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from traceback import FrameSummary, extract_stack, extract_tb
@@ -34,6 +35,10 @@ ROOT = Path(__file__).parents[2]
 _NOT_TOLD = (Path(__file__), Path(counted.__file__))
 """Lines of these say nothing of where a rank is."""
 _PATIENCE = 2.0
+# Seconds beyond that for the store itself.
+_STORE_SECONDS = 1.0
+# Where a rank stands that says nothing.
+_GONE = "gone, or too busy to answer"
 """Seconds that a rank waits for what the others say."""
 _MOST_MARKS = 512
 _MOST_STACKS = 8
@@ -233,20 +238,24 @@ class Watchdog:
         self._thread_id = threading.get_ident()
         self._told = threading.Lock()
         self._is_asked_here = store is not None and beats.current() is None
-        self._has_answered = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        # not the watching one: a store at a host that is lost keeps whoever asks it waiting, without bound
+        self._listener = threading.Thread(target=self._listen, name="watchdog-listener", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         if self._is_asked_here:
             assert self._store is not None
             self._store.set(_process_key(self._rank), json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+            self._listener.start()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
+        if self._is_asked_here:
+            self._listener.join(_STORE_SECONDS)
 
     def tell(self, reason: str, error: BaseException | None = None) -> None:
         """Says where this rank stands, waits for the others; the first of them prints what all have said. Once.
@@ -257,24 +266,30 @@ class Watchdog:
             time.sleep(2 * _PATIENCE)  # the other thread prints, and ends the process where it has to
             return
         heard = {self._rank: self._stand(error)}
+        places: dict[int, str] = {}
         if self._store is not None:
-            # said before the others are heard: they wait for it as this rank waits for them
-            self._store.set(_key(self._rank), json.dumps(asdict(heard[self._rank])))
-            self._store.set(_ASKED, "")
-            heard |= self._others(self._store)
+            store = self._store
+            within(_PATIENCE + _STORE_SECONDS, lambda: self._hear(store, heard, places))
+        # what has come so far, where the store is lost
+        heard = dict(heard)
         if self._rank != min(heard):
             return
-        places = {rank: stand.where for rank, stand in heard.items()}
-        for rank in set(range(self._world_size)) - set(heard):
-            places[rank] = self._unheard(rank)
+        for rank in range(self._world_size):
+            if rank in heard:
+                places[rank] = heard[rank].where
+            else:
+                places.setdefault(rank, _GONE)
         text = f"{reason}; where every rank stood:\n{in_words(by_position(places, self._world_size))}"
         text += _stacks_in_words(heard)
         print(printable(text, keep="\n"), file=sys.stderr)
         sys.stderr.flush()
 
-    def _others(self, store: dist.Store) -> dict[int, "Stand"]:
-        """What the other ranks say until all have, or time is up."""
-        heard: dict[int, Stand] = {}
+    def _hear(self, store: dist.Store, heard: dict[int, "Stand"], places: dict[int, str]) -> None:
+        """Tells the other ranks where this one stands, and takes into `heard` what they say until all have, or time is
+        up; into `places` what is known of those that say nothing."""
+        # said before the others are heard: they wait for it as this rank waits for them
+        store.set(_key(self._rank), json.dumps(asdict(heard[self._rank])))
+        store.set(_ASKED, "")
         end = time.monotonic() + _PATIENCE
         missing = set(range(self._world_size)) - {self._rank}
         while missing and time.monotonic() < end:
@@ -283,24 +298,23 @@ class Watchdog:
                     heard[rank] = stand_of(store.get(_key(rank)))
             missing -= set(heard)
             time.sleep(0.05)
-        return heard
+        for rank in sorted(missing):
+            places[rank] = self._unheard(store, rank)
 
-    def _unheard(self, rank: int) -> str:
+    def _unheard(self, store: dist.Store, rank: int) -> str:
         """What is known of a rank that says nothing: of one on this machine the kernel's word."""
-        gone = "gone, or too busy to answer"
-        assert self._store is not None
-        if not self._is_asked_here or not self._store.check([_process_key(rank)]):
-            return gone
-        found = json.loads(self._store.get(_process_key(rank)))
+        if not self._is_asked_here or not store.check([_process_key(rank)]):
+            return _GONE
+        found = json.loads(store.get(_process_key(rank)))
         named = f"on {found['host']}, pid {found['pid']}"
         if found["host"] != socket.gethostname():
-            return f"{gone} ({named})"
+            return f"{_GONE} ({named})"
         kernel = kernel_of(found["pid"])
         if kernel.get("state", "").startswith(("T", "t")):
             return f"stopped (SIGSTOP, or a debugger), in the kernel's {kernel.get('wchan', '?')} ({named})"
         if not kernel:
             return f"gone ({named})"
-        return f"{gone} ({named}: {kernel.get('state', '?')})"
+        return f"{_GONE} ({named}: {kernel.get('state', '?')})"
 
     def _stand(self, error: BaseException | None) -> "Stand":
         """Where this rank stands: what the device is at, its collective, and the line and stack that the work is in."""
@@ -315,18 +329,17 @@ class Watchdog:
                 return Stand(f"{what}{pending}", beats.lines_of(stack))
         return Stand(f"{where}{innermost(stack)}", beats.lines_of(stack))
 
-    def _answer(self) -> None:
-        """Says where this rank stands, if another one asks."""
-        if not self._is_asked_here or self._has_answered:
-            return
+    def _listen(self) -> None:
+        """Says where this rank stands when another one asks."""
         assert self._store is not None
         try:
-            if self._store.check([_ASKED]):
-                self._has_answered = True
-                self._store.set(_key(self._rank), json.dumps(asdict(self._stand(None))))
-        except (dist.DistError, RuntimeError):
-            # the store is that of a rank that is gone: its end is this rank's, too, and told there
-            self._has_answered = True
+            while not self._done.wait(min(0.5, self._seconds / 10)):
+                if self._store.check([_ASKED]):
+                    self._store.set(_key(self._rank), json.dumps(asdict(self._stand(None))))
+                    return
+        except RuntimeError:
+            # the store (dist.DistError, which is one) is that of a rank that is gone: its end is told where it is met
+            return
 
     def _watch(self) -> None:
         last_count = -1
@@ -335,7 +348,6 @@ class Watchdog:
         while not self._done.wait(min(0.5, self._seconds / 10)):
             _, count = self._position.reached()
             now = time.monotonic()
-            self._answer()
             if now - last_look > _STOOD_STILL:
                 # this process was stopped itself: what it did not do meanwhile is no hang
                 since = now
@@ -348,6 +360,20 @@ class Watchdog:
                 self._record(HangError.exit_code)
                 # not sys.exit: the training thread hangs in native code and would be waited for
                 os._exit(HangError.exit_code)
+
+
+def within(seconds: float, call: Callable[[], object]) -> None:
+    """Returns when a call of the store has ended, or failed, or after these seconds: a store at a host that is lost
+    answers nobody, and its client waits until the network gives up, a quarter of an hour later."""
+
+    def called() -> None:
+        # dist.DistError, which is one: the store is gone
+        with suppress(RuntimeError):
+            call()
+
+    thread = threading.Thread(target=called, name="store", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _key(rank: int) -> str:

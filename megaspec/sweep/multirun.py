@@ -13,6 +13,7 @@ from megaspec.core.frozen import AUTO
 from megaspec.data.files import write_error
 from megaspec.estimate.target import Target, detect_target
 from megaspec.recipe import Recipe
+from megaspec.rules.run_facts import Facts
 from megaspec.search.fits import MEMORY
 from megaspec.spec import Spec
 from megaspec.sweep import hydra_jobs
@@ -91,13 +92,19 @@ def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
         return _run_and_show(table, checker, machine)
 
 
-def specs_of_points(taken: SweepWords, config_dirs: Sequence[str], target_of: Callable[[Recipe], Target]) -> list[Spec]:
+def specs_of_points(
+    taken: SweepWords,
+    config_dirs: Sequence[str],
+    target_of: Callable[[Recipe], Target],
+    facts_of: Callable[[Recipe], Facts],
+) -> list[Spec]:
     """The Specs of a grid's points, for jobs that train them elsewhere: each with a folder of its own, none is made.
 
-    `target_of`: the machine of a point. RecipeError, DataError: a point can't be run.
+    `target_of`: the machine of a point. `facts_of`: what is known here of its files. RecipeError, DataError: a point
+    can't be run.
     """
     first = compose_words([*taken.plain, *grid(taken)[0]], config_dirs).recipe
-    checker = Checker(target_of(first), config_dirs, taken.memory)
+    checker = Checker(target_of(first), config_dirs, taken.memory, facts_of)
     checked = _checked_grid(taken, checker)
     _tell_left_out(checked)
     name = _sweep_name(taken)

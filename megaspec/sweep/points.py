@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -39,6 +39,8 @@ class Checker:
     target: Target
     config_dirs: Sequence[str] = ()
     memory: str = "check"
+    facts_of: Callable[[Recipe], Facts] = gather_facts
+    """What is known of a point's files."""
     _facts: dict[str, Facts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class Checker:
         # points differ in what they do with the data far more often than in the data: manifests are read once for all
         key = recipe.data.model_dump_json()
         if key not in self._facts:
-            self._facts[key] = gather_facts(recipe)
+            self._facts[key] = self.facts_of(recipe)
         refused = partial(start_problems, target=self.target, origins=origins, memory=self.memory)
         facts = replace(self._facts[key], run_dir=str(run_dir))
         return resolve(recipe, self.target, facts, origins, refused=refused)

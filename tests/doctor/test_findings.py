@@ -254,6 +254,38 @@ def test_cards(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("variable", "value", "is_there"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth0", True),
+        ("NCCL_SOCKET_IFNAME", "eth", True),
+        ("NCCL_SOCKET_IFNAME", "=eth", False),
+        ("NCCL_SOCKET_IFNAME", "=bond0,eth1", True),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker", True),
+        ("NCCL_SOCKET_IFNAME", "^lo,eth", False),
+        ("NCCL_SOCKET_IFNAME", "ib0", False),
+        ("GLOO_SOCKET_IFNAME", "eth0", True),
+        ("GLOO_SOCKET_IFNAME", "eth", False),
+        ("GLOO_SOCKET_IFNAME", "ib0", False),
+        ("NCCL_IB_HCA", "mlx5", True),
+        ("NCCL_IB_HCA", "=mlx5_0:1", True),
+        ("NCCL_IB_HCA", "^mlx5_1", True),
+        ("NCCL_IB_HCA", "bnxt", False),
+    ],
+)
+def test_variables_name_cards_that_are_there(variable, value, is_there):
+    """With a name of another cluster's card ranks of several hosts would end, or go over a slow network in silence."""
+    cards = [Card("eth0", True), Card("mlx5_0:1", True, is_rdma=True), Card("mlx5_1:1", True, is_rdma=True)]
+    for nodes in (1, 2):
+        found = list(machine.interface_findings({variable: value}, ["eth0", "eth1", "lo"], cards, nodes=nodes))
+        assert len(found) == (0 if is_there else 1)
+        for finding in found:
+            assert f"{variable}={value} names no" in finding.what
+            assert "eth0, eth1, lo" in finding.what or "mlx5_0, mlx5_1" in finding.what
+            is_error = nodes > 1 and variable != "NCCL_IB_HCA"
+            assert finding.level == ("error" if is_error else "warn")
+
+
+@pytest.mark.parametrize(
     ("address", "nodes", "level"),
     [(None, 1, "error"), ("127.0.1.1", 2, "error"), ("127.0.1.1", 1, "ok"), ("10.0.0.1", 2, "ok")],
 )

@@ -102,10 +102,17 @@ def assert_no_leak(folder: Path, *done: subprocess.CompletedProcess[str]) -> Non
 
 
 HOOK = "log.webhook={url_variable: MY_HOOK}"
+SLURM = ("launcher=slurm", "launcher.hardware=cpu", "launcher.ranks_per_node=1", "launcher.nodes=2")
+PODS = (
+    "launcher=kubernetes",
+    *SLURM[1:],
+    "launcher.image=megaspec",
+    "launcher.volumes=[{claim: runs, path: /workspace}]",
+)
 
 
 def test_no_secret_is_written_anywhere(tmp_path):
-    """A run that ends well and can't reach its webhook, and one that is refused for what it holds."""
+    """A run that ends well and can't reach its webhook, one that is refused for what it holds, a page, and jobs."""
     environ, words = planted(tmp_path)
     tiny = TINY.split()
     well = megaspec(tmp_path, environ, "train", *tiny, "train.steps=4", "name=well", HOOK)
@@ -115,9 +122,20 @@ def test_no_secret_is_written_anywhere(tmp_path):
     assert refused.returncode == 64, refused.stderr
     for key in ("log.sinks.0.tracking_uri=https://***@", "log.webhook.url="):
         assert key in refused.stderr, refused.stderr
+    # its page, what a cluster would be given, and what a machine says of itself
+    told = [megaspec(tmp_path, environ, "report", "runs/well")]
+    for job in (SLURM, PODS):
+        words = [word for word in tiny if not word.startswith("launcher.")]
+        told.append(megaspec(tmp_path, environ, "train", *words, *job, "train.steps=4", "name=job", HOOK, "--print"))
+    told.append(megaspec(tmp_path, environ, "doctor", "--look-only"))
+    for one in told:
+        assert one.returncode == 0, one.stderr
+    assert "<html" in (tmp_path / "runs/well/report.html").read_text()
+    assert told[1].stdout.startswith("#!/bin/bash")
+    assert "kind: TrainJob" in told[2].stdout
     run = tmp_path / "runs/well"
     assert {"spec.json", "metrics.jsonl", "heartbeat.json"} <= {path.name for path in run.iterdir()}
-    assert_no_leak(tmp_path, well, refused)
+    assert_no_leak(tmp_path, well, refused, *told)
 
 
 @pytest.mark.slow

@@ -57,14 +57,18 @@ def write_slurm(folder: Path) -> Path:
     """sbatch, srun, scontrol and python3 in a folder: what SLURM does with a job, on one machine.
 
     srun starts a task for each node beside each other, returns the highest code, and writes its words to srun.json and
-    the tasks' process ids to tasks. sbatch runs a script of stdin with the variables that SLURM sets; scontrol writes
-    what is requeued to requeued.
+    the tasks' process ids to tasks. sbatch keeps the script of stdin; scontrol writes what is requeued to requeued, and
+    says JOB_SAYS of the job.
     """
     write_program(folder / "python3", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     write_program(
         folder / "scontrol",
         f"""#!/bin/sh
-if [ "$1" = show ]; then echo 127.0.0.1; else echo "$2" >> "{folder}/requeued"; fi
+case "$1 $2" in
+"show hostnames") echo 127.0.0.1 ;;
+"show job") echo "JobId=$3 JobState=COMPLETING $JOB_SAYS" ;;
+*) echo "$2" >> "{folder}/requeued" ;;
+esac
 """,
     )
     write_program(folder / "srun", f"#!{sys.executable}\n{_SRUN.format(folder=str(folder))}")
@@ -87,6 +91,9 @@ while words and words[0].startswith("--"):
     options[name] = value
 with open({folder!r} + "/srun.json", "w") as file:
     json.dump({{"options": options, "command": words, "environment": dict(os.environ)}}, file)
+if os.environ.get("TELLS_THE_SHELL"):
+    # SLURM's own end of a job: every process of the batch step is sent SIGTERM
+    os.kill(os.getppid(), 15)
 if os.environ.get("ONLY_DUMP"):
     sys.exit(int(os.environ["ONLY_DUMP"]))
 tasks = []

@@ -1,5 +1,6 @@
 """Jobs of Kubernetes: the manifests, held to the APIs' own classes and schemas, and to what a pod may do."""
 
+import base64
 import json
 import os
 import re
@@ -175,13 +176,27 @@ def test_nodes_find_each_other():
     assert {port["name"] for port in container["ports"]} == {"pytorchjob-port"}
 
 
+def test_each_start_has_a_name_of_its_own():
+    """Ranks of an earlier start, and what was signed in it, have nothing to say in the next."""
+    for name in ("kubernetes-trainjob", "kubernetes-jobset"):
+        (template,) = pod_templates(documents(texts()[name]))
+        (container,) = template["spec"]["containers"]
+        (start,) = [one["valueFrom"] for one in container["env"] if one["name"] == "MEGASPEC_START"]
+        assert start == {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
+        words = [expanded(word, {"MEGASPEC_START": "3"}) for word in container["command"]]
+        assert "--job=hello-3" in words
+
+
 def test_what_starts_pods_again():
     """74 and 75, and no code that says that another start would end so, too."""
     job_set = documents(texts()["kubernetes-jobset"])["JobSet"]["spec"]
     (job,) = job_set["replicatedJobs"]
     (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
     final = rule["onExitCodes"]["values"]
-    assert {64, 65, 66, 70, 73, 76, 77, 78} == set(final)
+    # and what a command ends with that could not even begin
+    assert {64, 65, 66, 70, 73, 76, 77, 78} | {1, 2, 126, 127, 128} == set(final)
+    # Kubernetes takes no others
+    assert final == sorted(set(final))
     assert job_set["failurePolicy"]["maxRestarts"] == 100
     assert job_set["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
     replicas = documents(texts()["kubernetes-pytorchjob"])["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
@@ -213,6 +228,33 @@ def test_kueue_and_topology():
     (term,) = template["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert term["topologyKey"] == "cloud/block"
     assert term["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+
+
+def test_quantities_may_be_whole_numbers():
+    words = ("launcher.cpus_per_node=96", "launcher.resources={rdma/hca: 8}", "launcher.memory=1500Gi")
+    (template,) = pod_templates(documents(kubernetes.render(spec_of(*PODS, *words))))
+    asked = template["spec"]["containers"][0]["resources"]["limits"]
+    assert asked == {"rdma/hca": "8", "nvidia.com/gpu": "8", "cpu": "96", "memory": "1500Gi"}
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("launcher.memory=64Gi", "launcher.shm=64Gi must be less than launcher.memory=64Gi, of which it is a part"),
+        ("launcher.cpus_per_node=true", "launcher.cpus_per_node=true must be text"),
+        ("launcher.volumes=[{claim: runs, path: '/a:b'}]", "launcher.volumes.0.path=/a:b must be text that matches"),
+        (
+            "launcher.volumes=[{claim: runs, path: /workspace}, {claim: x, path: /etc/megaspec-secret}]",
+            "launcher.volumes.1.path=/etc/megaspec-secret is taken by another volume",
+        ),
+        ("run_dir=/elsewhere/x", "set run_dir=/workspace/runs/hello, or mount a volume there"),
+        ("run_dir=../x", "set run_dir=/workspace/runs/hello, or mount a volume there"),
+    ],
+)
+def test_what_pods_could_not_be_is_refused(word, told, capsys):
+    words = [one for one in PODS if one.partition("=")[0] != word.partition("=")[0]]
+    assert main(["train", "recipe=hello", *words, word, "--print"]) == 64
+    assert told in capsys.readouterr().err
 
 
 # ---- quoting
@@ -282,7 +324,8 @@ print(" ".join(sys.argv[1:]))
 """
     write_program(here / "kubectl", kubectl)
     assert main(["train", "recipe=hello", *PODS]) == 0
-    assert "kubernetes: submitted apply --filename -" in capsys.readouterr().out
+    # never `apply`: it would change what a running job of that name reads at its next start, or do nothing
+    assert "kubernetes: submitted create --filename -" in capsys.readouterr().out
     secret, _, applied = (here / "applied").read_text().partition("---\n")
     assert applied == printed.out
     # made anew for each submission, and printed nowhere
@@ -291,7 +334,53 @@ print(" ".join(sys.argv[1:]))
     write_program(here / "kubectl", "#!/bin/sh\necho 'error: no matches for kind TrainJob' >&2\nexit 1\n")
     monkeypatch.setenv("PATH", f"{here}{os.pathsep}/bin{os.pathsep}/usr/bin")
     assert main(["train", "recipe=hello", *PODS]) == 64
-    assert "kubectl refuses the job: error: no matches for kind TrainJob" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "kubectl refuses the job: error: no matches for kind TrainJob" in said
+    kinds = "trainjob,trainingruntime,configmap,secret"
+    assert f"kubectl delete {kinds} --ignore-not-found --selector app.kubernetes.io/instance=hello" in said
+
+
+def test_points_of_a_sweep_are_jobs_of_their_own(here, capsys):
+    words = ["train", "-m", "recipe=hello", *PODS, "optim.lr=1e-3,2e-3", "--print"]
+    assert main([*words, "sweep.name=rates"]) == 0
+    made = [one["metadata"]["name"] for one in yaml.safe_load_all(capsys.readouterr().out) if one["kind"] == "TrainJob"]
+    assert made == ["rates-01", "rates-02"]
+    assert main([*words, "sweep.name=rates", "launcher.job=one"]) == 64
+    assert "launcher.job=one would name the job of every point; drop it, and set sweep.name" in capsys.readouterr().err
+    assert main([*words, "sweep.name=Rates"]) == 64
+    assert "set launcher.job=rates-01" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("api", ["trainjob", "pytorchjob", "jobset"])
+def test_what_has_to_be_deleted_is_all_that_is_made(api):
+    spec = spec_of(*PODS, f"launcher.api={api}", "launcher.namespace=team")
+    made = [document["kind"].lower() for document in yaml.safe_load_all(kubernetes.render(spec))]
+    made.append(yaml.safe_load(kubernetes.secret(spec))["kind"].lower())
+    command = kubernetes.deletion([spec])
+    assert sorted(command.split()[2].split(",")) == sorted(made)
+    assert "--namespace team" in command
+    for document in yaml.safe_load_all(kubernetes.render(spec)):
+        assert document["metadata"]["labels"]["app.kubernetes.io/instance"] == "hello"
+    several = kubernetes.deletion([spec, with_fields(spec, name="other")])
+    assert several.endswith("--selector 'app.kubernetes.io/instance in (hello,other)'")
+
+
+def test_what_kubectl_says_of_a_refused_secret_does_not_hold_it(here, capsys, monkeypatch):
+    """It may show all that it was given."""
+    kubectl = f"""#!{sys.executable}
+import base64, re, sys
+value = re.search("[0-9a-f]{{64}}", sys.stdin.read())[0]
+open("{here}/value", "w").write(value)
+sys.exit(f"Error: {{value}} {{base64.b64encode(value.encode()).decode()}} is forbidden")
+"""
+    write_program(here / "kubectl", kubectl)
+    monkeypatch.setenv("PATH", str(here))
+    assert main(["train", "recipe=hello", *PODS]) == 64
+    said = capsys.readouterr().err
+    value = (here / "value").read_text()
+    assert "Error: *** *** is forbidden" in said
+    assert value not in said
+    assert base64.b64encode(value.encode()).decode() not in said
 
 
 def test_a_pod_starts_what_its_manifest_says(here):

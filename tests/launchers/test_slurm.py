@@ -21,7 +21,7 @@ from megaspec.core.errors import RecipeError
 from megaspec.launcher.exit_file import read_exit
 from megaspec_launchers import slurm
 from megaspec_launchers.recipe_file import NAME, recipe_of_job
-from tests.launchers.jobs import ON_CPU, SLURM, slurm_environment, spec_of, with_fields, write_slurm
+from tests.launchers.jobs import ON_CPU, SLURM, slurm_environment, spec_of, with_fields, write_program, write_slurm
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "jobs"
 CONTAINER = "launcher.container={image: 'nvcr.io#nvidia/pytorch:26.06-py3', mounts: [{source: /data, read_only: true}]}"
@@ -187,6 +187,64 @@ def test_options_that_are_no_words_are_refused(word, capsys):
     assert f"{key}=" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        # SLURM would read gpu:8:8, or ask for eight of another thing
+        ("launcher.gres=gpu:8", "launcher.gres=gpu:8 must name one kind of GPU and no count"),
+        ("launcher.gres=gpu:h100:8", "set launcher.gres=gpu, or gpu:KIND"),
+        ('launcher.gres="gpu:h100,nvme"', "launcher.gres=gpu:h100,nvme must name one kind"),
+        ("launcher.time=1:75:00", "launcher.time=1:75:00 must be text that matches"),
+        # of what --signal takes
+        ("launcher.grace_seconds=70000", "launcher.grace_seconds=70000 must be at most 65475"),
+    ],
+)
+def test_what_sbatch_would_refuse_or_misread_is_refused(word, told, capsys):
+    assert main(["train", "recipe=hello", *SLURM, word, "--print"]) == 64
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gres", ["gpu", "gpu:h100", "gpu:nvidia_h100_80gb_hbm3", "gpu:3090"])
+def test_kinds_of_gpus(gres):
+    assert f"#SBATCH --gres={gres}:8\n" in slurm.render(spec_of(*SLURM, f"launcher.gres={gres}"))
+
+
+CANARY = "canary7f3a"
+
+
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        *((name, "names a secret") for name in ("HF_TOKEN", "WANDB_APIKEY", "GITHUB_PAT", "SSHPASS", "PGPASSWORD")),
+        *((name, "names a secret") for name in ("REGISTRY_AUTH", "MYSQL_PWD", "AWS_ACCESS_KEY_ID", "ACI_JWT")),
+        *((name, "load code") for name in ("CC", "CUDA_HOME", "CUDA_INJECTION64_LIB", "TRITON_CACHE_DIR", "PS4")),
+        *((name, "load code") for name in ("BASH_ENV", "NVCC_PREPEND_FLAGS", "NCCL_NET_PLUGIN", "GIT_SSH_COMMAND")),
+        ("MEGASPEC_FAULT", "is set by the job itself"),
+    ],
+)
+def test_variables_that_a_recipe_may_not_set(variable, told, capsys):
+    assert main(["train", "recipe=hello", *SLURM, f"launcher.env={{{variable}: {CANARY}}}", "--print"]) == 64
+    said = capsys.readouterr()
+    assert f"launcher.env.{variable} " in said.err
+    assert told in said.err
+    assert CANARY not in said.err + said.out
+
+
+@pytest.mark.parametrize("address", [f"http://me:{CANARY}@proxy:3128", f"postgres://{CANARY}@db/x"])
+def test_addresses_with_users_are_refused(address, capsys):
+    """They would stand in the recipe, spec.json and every job, which others read."""
+    assert main(["train", "recipe=hello", *SLURM, f"launcher.env={{HTTPS_PROXY: '{address}'}}", "--print"]) == 64
+    said = capsys.readouterr()
+    assert "launcher.env.HTTPS_PROXY holds an address with a user or password" in said.err
+    assert CANARY not in said.err + said.out
+
+
+def test_variables_that_a_recipe_may_set():
+    said = "{NCCL_IB_HCA: mlx5, HF_HOME: /data, OMP_NUM_THREADS: '4', TOKENIZERS_PARALLELISM: 'false', "
+    said += "HTTPS_PROXY: 'http://proxy:3128', NCCL_IB_PKEY: '1', UCX_TLS: rc}"
+    assert "export HTTPS_PROXY=http://proxy:3128" in slurm.render(spec_of(*SLURM, f"launcher.env={said}"))
+
+
 def test_containers_see_the_run(programs, tmp_path):
     """The folder of the job, that of an absolute run_dir, and what the recipe mounts; a colon is refused."""
     place = tmp_path / "with space"
@@ -209,6 +267,19 @@ def test_containers_see_the_run(programs, tmp_path):
     command = json.loads((programs / "srun.json").read_text())["command"]
     where = ["--pwd", str(tmp_path), "--bind", f"{tmp_path}:{tmp_path}", "/images/megaspec.sif", "python3"]
     assert command[:9] == ["apptainer", "exec", "--no-home", *where]
+
+
+def test_modules_and_variables_reach_the_tasks(programs, tmp_path):
+    """Where modules read variables that are not set, and where sbatch hands no environment on."""
+    text = slurm.render(spec_of(*SLURM, *ON_CPU, "launcher.modules=[cuda/13.0, nccl]"))
+    module = 'module() { test "$not_there" = ""; export MODULES="$*"; }\nexport -f module\n'
+    done = run_script(module + text, programs, tmp_path, ONLY_DUMP="0")
+    assert done.returncode == 0, done.stderr
+    said = json.loads((programs / "srun.json").read_text())
+    assert said["environment"]["MODULES"] == "load cuda/13.0 nccl"
+    assert said["options"]["--export"] == "ALL"
+    done = run_script("module() { return 1; }\n" + text, programs, tmp_path, ONLY_DUMP="0")
+    assert done.returncode == 64
 
 
 def test_ranks_of_several_nodes_share_a_secret(programs, tmp_path):
@@ -252,6 +323,25 @@ def test_what_goes_back_into_the_queue(programs, tmp_path, code, restarts, told,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("says", "requeued"),
+    [
+        ("Reason=None PreemptEligibleTime=2026-11-25T20:00:00 PreemptTime=None", False),
+        ("Reason=TimeLimit PreemptTime=None", True),
+        ("Reason=None PreemptTime=2026-11-25T20:00:00", True),
+    ],
+)
+@pytest.mark.parametrize("code", [75, 143])
+def test_a_job_that_is_cancelled_stays_ended(programs, tmp_path, code, says, requeued):
+    """slurmctld requeues a job that is being cancelled where its script asks for that: `scancel` would be undone."""
+    (programs / "requeued").unlink(missing_ok=True)
+    text = slurm.render(plain_spec())
+    done = run_script(text, programs, tmp_path, ONLY_DUMP=str(code), TELLS_THE_SHELL="1", JOB_SAYS=says)
+    assert done.returncode == (75 if code == 75 else 74), done.stderr
+    assert (programs / "requeued").exists() == requeued
+    assert ("which stays ended" in done.stderr) != requeued
+
+
 def test_a_task_of_an_array_trains_its_own_run(programs, tmp_path):
     for number in (1, 2):
         run_script(array(), programs, tmp_path, ONLY_DUMP="0", SLURM_ARRAY_TASK_ID=str(number))
@@ -275,6 +365,43 @@ def test_print_starts_and_writes_nothing(here, capsys, corpus):
     text = capsys.readouterr().out
     assert text.startswith("#!/bin/bash\n#SBATCH ")
     assert sorted(here.rglob("*")) == before
+
+
+def test_layouts_are_checked_before_a_job_waits(here, capsys, corpus):
+    words = ["launcher=slurm", "launcher.hardware=cpu", "launcher.ranks_per_node=2"]
+    wrong = "launcher.layouts=[['parallelism.tp=2','parallelism.dp_replicate=1'],['parallelism.tp=3']]"
+    for more in ([], ["-m", "optim.lr=1e-3,2e-3"]):
+        assert main(["train", *more, "recipe=hello", *words, wrong, "--print"]) == 64
+        said = capsys.readouterr().err
+        assert "launcher.layouts.1: parallelism.tp=3 must divide model.n_heads=4" in said
+        assert "launcher.layouts.0" not in said
+    # the job holds what the first layout decided
+    right = wrong.replace("parallelism.tp=3'", "parallelism.tp=1','parallelism.sequence_parallel=false'")
+    assert main(["train", "recipe=hello", *words, right, "--print"]) == 0
+    assert "layouts: [[parallelism.tp=2, parallelism.dp_replicate=1]" in capsys.readouterr().out
+    for key in (right, "launcher.restarts.most=3"):
+        assert main(["train", "recipe=hello", *words, "launcher.nodes=2", key, "--print"]) == 64
+        assert "is read where a job has one node, whose ranks are supervised" in capsys.readouterr().err
+
+
+def test_data_that_a_container_does_not_see_is_told(here, capsys, corpus, tmp_path_factory):
+    """An absolute path, and a link out of the folder that is mounted: the job would wait, and then miss it."""
+    elsewhere = tmp_path_factory.mktemp("else where")
+    shutil.copytree(corpus, elsewhere / "data")
+    (here / "link").symlink_to(elsewhere / "data")
+    words = ["train", "recipe=hello", *SLURM, CONTAINER, "--print"]
+    assert main(words) == 0
+    for prefix in (elsewhere / "data" / "hello", "link/hello"):
+        for more in ([], ["-m", "optim.lr=1e-3,2e-3"]):
+            capsys.readouterr()
+            assert main([*words, *more, f"data.blend=[{{prefix: '{prefix}'}}]"]) == 64
+            said = capsys.readouterr().err
+            assert f"data.blend.0.prefix={prefix} is in {elsewhere}/data, which the container does not see" in said
+            assert f"launcher.container.mounts: {{source: {elsewhere}/data}}" in said
+        mounted = CONTAINER.replace("/data,", f"'{elsewhere}',")
+        words_mounted = [mounted if word == CONTAINER else word for word in words]
+        assert main([*words_mounted, f"data.blend=[{{prefix: '{prefix}'}}]"]) == 0
+        assert main([*(w for w in words if w != CONTAINER), f"data.blend=[{{prefix: '{prefix}'}}]"]) == 0
 
 
 def test_without_sbatch_nothing_is_written(here, capsys, corpus, monkeypatch):
@@ -302,14 +429,28 @@ def test_what_the_command_line_says_of_memory_reaches_the_nodes(here, capsys, co
             assert ("memory=ignore" in capsys.readouterr().out) == is_said
 
 
-def test_a_job_that_sbatch_refuses_is_told(here, capsys, corpus, monkeypatch, tmp_path):
+def test_a_job_that_sbatch_refuses_is_told(here, capsys, corpus, monkeypatch, tmp_path, programs):
     program = tmp_path / "bin" / "sbatch"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho 'sbatch: error: invalid account' >&2\nexit 1\n")
     program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", os.pathsep.join([str(program.parent), str(programs), os.environ["PATH"]]))
     assert main(["train", "recipe=hello", *SLURM]) == 64
     assert "sbatch refuses the job: sbatch: error: invalid account" in capsys.readouterr().err
+
+
+def test_a_python_without_megaspec_is_told_before_the_job_waits(here, capsys, corpus, monkeypatch, programs):
+    (programs / "job.sh").unlink(missing_ok=True)
+    folder = here / "bin"
+    write_program(folder / "python3", "#!/bin/sh\nexit 1\n")
+    monkeypatch.setenv("PATH", os.pathsep.join([str(folder), str(programs), os.environ["PATH"]]))
+    assert main(["train", "recipe=hello", *SLURM]) == 64
+    said = capsys.readouterr().err
+    assert f"nodes start python3 by this shell's PATH, which is {folder}/python3 and has no megaspec" in said
+    assert not (programs / "job.sh").exists()
+    # where modules or an image bring it, nobody knows here
+    for word in ("launcher.modules=[megaspec]", APPTAINER):
+        assert main(["train", "recipe=hello", *SLURM, word]) == 0
 
 
 def test_a_sweep_is_an_array(here, capsys, corpus):

@@ -18,6 +18,7 @@ from megaspec.log.webhook import TRIES, WebhookSink, address_of, tell_end
 from tests.log.events_for_tests import step_done
 
 CANARY = "T0KEN-that-nobody-may-see"
+NO_ADDRESSES = (CANARY, f"file:///etc/{CANARY}", f"ftp://x/{CANARY}", f"https:///{CANARY}", f"https://x/\n{CANARY}")
 ALERT = AlertRaised(
     step=40, alert=0, metric="loss", comparison="above", limit=8.0, value=float("inf"), for_steps=20,
     severity="critical", action="webhook",
@@ -160,7 +161,7 @@ def test_the_variable_is_looked_at_before_anything_starts():
     webhook = WebhookSpec(url_variable="MY_HOOK")
     with pytest.raises(RecipeError, match="MY_HOOK names an environment variable that is not set"):
         address_of(webhook, {})
-    for value in (CANARY, f"file:///etc/{CANARY}", f"ftp://x/{CANARY}", f"https:///{CANARY}", f"https://x/\n{CANARY}"):
+    for value in NO_ADDRESSES:
         with pytest.raises(RecipeError, match="holds no address") as refused:
             address_of(webhook, {"MY_HOOK": value})
         assert CANARY not in str(refused.value)

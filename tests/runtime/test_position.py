@@ -114,3 +114,51 @@ def test_a_rank_that_does_not_get_on_is_ended(tmp_path) -> None:
     # had it not ended by itself, the pool would say that it did not answer
     with RankPool() as pool, pytest.raises(AssertionError, match="rank 0 died"):
         pool.run(stuck, str(tmp_path / "store"), ranks=1)
+
+
+class LostStore:
+    """The store at a host that is lost: after its first key it answers nobody."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+
+    def set(self, *_: object) -> None:
+        if self.is_lost:
+            threading.Event().wait()
+        self.is_lost = True
+
+    def check(self, *_: object) -> bool:
+        threading.Event().wait()
+        return False
+
+
+def hears_nothing(rank: int, _: str) -> tuple[float, str]:
+    """Seconds in which a rank says that a collective failed, and what it says."""
+    position = Position(torch.device("cpu"), step=7)
+    said = io.StringIO()
+    started = time.monotonic()
+    with (
+        contextlib.redirect_stderr(said),
+        Watchdog(position, rank=1, world_size=2, store=LostStore(), seconds=60) as watchdog,
+    ):
+        watchdog.tell("a collective failed", RuntimeError("no answer"))
+    return time.monotonic() - started, said.getvalue()
+
+
+def stuck_alone(rank: int, _: str) -> None:
+    position = Position(torch.device("cpu"), step=1)
+    with Watchdog(position, rank=1, world_size=2, store=LostStore(), seconds=1):
+        time.sleep(30)
+
+
+def test_a_store_that_is_lost_keeps_no_rank_waiting() -> None:
+    """Nor the thread that ends a rank which hangs."""
+    with RankPool() as pool:
+        [(seconds, said)] = pool.run(hears_nothing, "", ranks=1)
+    assert seconds < 10
+    assert "rank 1: starting" in said
+    assert "rank 0: gone, or too busy to answer" in said
+    started = time.monotonic()
+    with RankPool() as pool, pytest.raises(AssertionError, match="rank 0 died"):
+        pool.run(stuck_alone, "", ranks=1)
+    assert time.monotonic() - started < 20

@@ -12,7 +12,10 @@
 
 set -u
 # a request to stop is for the step, which saves: this shell waits for it, and then looks how it ended
-trap : TERM USR1 HUP
+trap : USR1 HUP
+# SLURM tells this shell, too, where it ends the job itself: scancel, a limit, preemption
+ended=no
+trap 'ended=yes' TERM
 # nodes reach each other by the name of the first; the port is one that another job of the node hardly has
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000))
@@ -272,7 +275,7 @@ launcher:
   timeout_seconds: 600.0
 END-OF-RECIPE
 
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=180 --cpu-bind=none \
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=180 --cpu-bind=none --export=ALL \
   python3 -P -m megaspec_launchers.node --nodes=2 --ranks=8 --rank-from=SLURM_NODEID --grace=120 \
   --host="$host" --port="$port" --job="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --run-dir="$run" \
   -- train --config-dir "$job" recipe=of-this-job resume=auto
@@ -282,7 +285,10 @@ code=$?
 if [ "$code" -ge 128 ]; then code=74; elif [ "$code" -eq 1 ]; then code=70; fi
 case "$code" in
 74|75)
-  if [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then
+  # SLURM would requeue a job that is cancelled, too; one whose time is over, or that is preempted, goes on
+  if [ "$ended" = yes ] && ! scontrol show job "$SLURM_JOB_ID" | grep -E -q 'Reason=TimeLimit|PreemptTime=[0-9]'; then
+    echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2
+  elif [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then
     echo "megaspec: exit code $code: the job goes back into the queue" >&2
     rm -rf "$job"
     scontrol requeue "$SLURM_JOB_ID"
