@@ -144,6 +144,10 @@ _RUNS = {
     "data-tokenizers": KnownCode("All data sets of a blend have one tokenizer.", "Prepare them with the same."),
     "run-exists": KnownCode("A new run starts in an empty folder.", "Choose another name, or go on with resume=auto."),
     "run-missing": KnownCode("A folder holds neither a run nor a checkpoint.", "Give the one that `train` named."),
+    "run-kernel": KnownCode(
+        "A run was begun with an implementation of an operation that this version does not have.",
+        "Say by which one it goes on, with the command that the message has.",
+    ),
     "run-format": KnownCode(
         "A run was begun by a program that writes its files in another format.",
         "Go on with that program, or start a new run.",
