@@ -59,13 +59,15 @@ def server() -> Iterator[str]:
 
 class StandIn:
     """Passes requests on to `address`. `fault(number, method, path)` says what becomes of each: None, 503, 403, "cut"
-    (the connection ends) or "flip" (a bit of what is uploaded)."""
+    (the connection ends), "flip" (a bit of what is uploaded) or an event, which it waits for. `range`: the header of
+    the request that `fault` is asked about."""
 
     def __init__(self, address: str):
         self.address = address
         self.fault: Callable[[int, str, str], object] = lambda number, method, path: None
         self.requests: list[tuple[str, str]] = []
         self.faults = 0
+        self.range = ""
         self._lock = threading.Lock()
         outer = self
 
@@ -92,9 +94,12 @@ class StandIn:
         data = _body(handler)
         with self._lock:
             self.requests.append((handler.command, handler.path))
+            self.range = handler.headers.get("Range") or ""
             fault = self.fault(len(self.requests), handler.command, handler.path)
             if fault is not None:
                 self.faults += 1
+        if isinstance(fault, threading.Event):
+            fault.wait(60)
         if fault == "cut":
             handler.close_connection = True
             handler.connection.shutdown(socket.SHUT_RDWR)
