@@ -16,7 +16,7 @@ import pytest
 from megaspec import cli
 from megaspec.commands import starting
 from megaspec.launcher import exit_file
-from megaspec.launcher.heartbeat import read_heartbeat
+from megaspec.launcher.heartbeat import EVERY_SECONDS, read_heartbeat
 from megaspec.log.jsonl import read_metrics
 from megaspec_launchers.local import launch
 from tests.faults.test_stop import wait_for_step
@@ -103,7 +103,11 @@ def test_a_rank_that_was_stopped_is_told_by_the_others(tmp_path):
     )
     try:
         wait_for_step(run, job)
-        beat = read_heartbeat(run)
+        # the first step may come before the next heartbeat
+        deadline = time.monotonic() + 3 * EVERY_SECONDS
+        while (beat := read_heartbeat(run)).state == "starting":
+            assert time.monotonic() < deadline, "no heartbeat came after the first"
+            time.sleep(0.1)
         assert (beat.by, beat.state) == ("rank 0", "training")
         ranks = {}
         for process in psutil.Process(job.pid).children():
