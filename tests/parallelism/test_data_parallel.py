@@ -428,13 +428,17 @@ BUGS = [
     ("replicas of shards not summed", Patch(BUCKET, "if self.shard_group.sum is None:", "if True:"), "hsdp"),
     ("only the last micro batch reaches the shard", Patch(BUCKET, "if add:", "if False:"), "fsdp"),
     ("the shard is not emptied between steps", Patch(BUCKET, "if add:", "if True:"), "zero2"),
-    ("weights not gathered", Patch(BUCKET, "_all_gather(buffer.whole,", "_all_gather(buffer.whole.clone(),"), "zero1"),
+    (
+        "weights not gathered",
+        Patch(BUCKET, "all_gather_single(buffer.whole,", "all_gather_single(buffer.whole.clone(),"),
+        "zero1",
+    ),
     (
         "gradients not scattered",
         Patch(
             BUCKET,
-            "_reduce_scatter(self.division.own(whole, index)",
-            "_reduce_scatter(whole[: len(whole) // 2].clone()",
+            "reduce_scatter_single(self.division.own(whole, index)",
+            "reduce_scatter_single(whole[: len(whole) // 2].clone()",
         ),
         "zero2",
     ),
