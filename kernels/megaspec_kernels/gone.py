@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaspec.core.frozen import AUTO
 from megaspec_kernels.catalog import CATALOG
 
-AUTO = "auto"
 PLAIN = "reference"
 """Every operation has it: stands in where only what was computed is read."""
 

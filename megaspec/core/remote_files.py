@@ -102,29 +102,30 @@ class RemoteFiles:
 
     def read(self, path: str, *, limit: int) -> bytes:
         """The whole of a file of at most `limit` bytes."""
-
-        def read() -> bytes:
-            with self.fs.open(path, "rb", block_size=PART_BYTES) as file:
-                return file.read(limit + 1)
-
-        data = self.tried(read, path)
-        if len(data) > limit:
-            raise self.error(f"{self.name}{self.shown}: {last_name(path)}: expected at most {limit} bytes, found more")
-        return data
+        data = self.tried(lambda: self._beginning(path, limit + 1), path)
+        return self._refuse_longer(data, path, limit)
 
     def read_if_there(self, path: str, *, limit: int) -> bytes | None:
         """As `read`; None where there is no such file."""
 
         def read() -> bytes | None:
             try:
-                with self.fs.open(path, "rb", block_size=PART_BYTES) as file:
-                    return file.read(limit + 1)
+                return self._beginning(path, limit + 1)
             # S3 denies access to what is not there where one may not list
             except (FileNotFoundError, PermissionError):
                 return None
 
         data = self.tried(read, path)
-        if data is not None and len(data) > limit:
+        if data is None:
+            return None
+        return self._refuse_longer(data, path, limit)
+
+    def _beginning(self, path: str, n_bytes: int) -> bytes:
+        with self.fs.open(path, "rb", block_size=PART_BYTES) as file:
+            return file.read(n_bytes)
+
+    def _refuse_longer(self, data: bytes, path: str, limit: int) -> bytes:
+        if len(data) > limit:
             raise self.error(f"{self.name}{self.shown}: {last_name(path)}: expected at most {limit} bytes, found more")
         return data
 

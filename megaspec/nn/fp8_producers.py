@@ -5,8 +5,8 @@ A scale is known before the elements only where it is delayed, and not in the fi
 usual, within the same operation, and have the layer quantise it.
 
 Note "Gradients that are none". Nobody has a gradient for what is written in fp8. Autograd would make one all the same,
-a matrix of zeros for each layout in each backward pass (also of outputs that are marked as not differentiable), so the
-operations here ask for None in its place.
+a matrix of zeros for each layout in each backward pass (also of outputs that are marked as not differentiable; of
+experts 3.2 ms of a step of 6 layers like gpt-oss-20b's on an H200), so the operations here ask for None in its place.
 """
 
 # B sequences, T tokens, D model, F width between both products; M tokens; N query heads, K key and value heads, H head

@@ -35,11 +35,11 @@ ROOT = Path(__file__).parents[2]
 _NOT_TOLD = (Path(__file__), Path(counted.__file__))
 """Lines of these say nothing of where a rank is."""
 _PATIENCE = 2.0
-# Seconds beyond that for the store itself.
-_STORE_SECONDS = 1.0
-# Where a rank stands that says nothing.
-_GONE = "gone, or too busy to answer"
 """Seconds that a rank waits for what the others say."""
+_STORE_SECONDS = 1.0
+"""Seconds beyond that for the store itself."""
+_GONE = "gone, or too busy to answer"
+"""Where a rank stands that says nothing."""
 _MOST_MARKS = 512
 _MOST_STACKS = 8
 _MOST_FRAMES = 8

@@ -1,6 +1,8 @@
-"""Of what norms and gates write in fp8 nobody has a gradient, and none is made up: no zeros are filled in for it."""
+"""Of what norms, gates and the way to experts write in fp8 nobody has a gradient, and none is made up: no zeros are
+filled in for it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from megaspec.nn.attention.module import SequenceContext
 from megaspec.nn.fp8 import FORMATS
 from megaspec.nn.layer.module import Layer
 from megaspec.runtime.build import TrainState, build, initialise, mesh_of
+from megaspec.verify.parity import run_steps
 from tests.nn.plain_producers import OPERATIONS, plain_producers
-from tests.parity.cases import TOKENS, Case, spec_of
+from tests.parity.cases import TOKENS, Case, batches_of, spec_of
 
 FILLS = ("zeros", "zeros_like", "new_zeros", "zero", "zero_", "fill", "fill_", "full", "full_like", "new_full")
 CASE = Case(precision="fp8 delayed", also=tuple((f"kernels.{operation}", "triton") for operation in OPERATIONS))
@@ -78,6 +81,20 @@ def test_operation_by_operation(calls: dict[str, int]) -> None:
     assert calls == {"norm": 2, "gate": 1, "gradient": 1, "rope": 1}
     assert "megaspec::gated_gradient_into_fp8" in found.names
     assert not found.fills
+
+
+def test_experts(calls: dict[str, int]) -> None:
+    """Steps of a model whose experts' rows and gates are written in fp8, and nothing else is."""
+    case = replace(
+        Case(precision="fp8 delayed", accumulate=2, mask="uneven", router="softmax"),
+        also=(("kernels.norm", "reference"), ("kernels.gated", "triton")),
+    )
+    spec = spec_of(case)
+    with Operations() as found:
+        run_steps(spec, mesh=mesh_of(spec, rank=0, device=torch.device("cpu")), batches=batches_of(case, [], 2))
+    assert calls["experts' gate"], calls
+    # scales of whole tensors are made of zeros in the reference
+    assert not [shape for shape in found.fills if shape != (1, 1)]
 
 
 def test_what_is_filled_in_is_seen() -> None:
