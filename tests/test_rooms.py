@@ -276,6 +276,7 @@ def pretend_attempts(patch: pytest.MonkeyPatch) -> None:
     results = iter([AttemptResult(74, "killed"), AttemptResult(0, "")])
     patch.setattr(supervised, "AttemptProcess", NoProcess)
     patch.setattr(supervised, "adopt_orphans", lambda: None)
+    patch.setattr(supervised, "end_orphans", lambda: None)
     patch.setattr(supervised, "watch_attempt", lambda process, stop, **_: next(results))
 
 

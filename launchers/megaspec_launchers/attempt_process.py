@@ -137,13 +137,12 @@ class AttemptProcess:
         return AttemptResult(INTERNAL, f"the launcher ended with exit code {code}")
 
     def close(self) -> None:
-        """Ends it, and everything that it left: children of its ranks, too."""
+        """Ends it. What it left behind is for `end_orphans`."""
         self._socket.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=LEAVES_SECONDS)
         self._process.kill()
         self._process.wait()
-        _end_orphans()
 
     def server_pid(self) -> int | None:
         """Of the process that ranks are forked from; None while there is none."""
@@ -156,8 +155,11 @@ class AttemptProcess:
         return None
 
 
-def _end_orphans() -> None:
-    """Ends and reaps what became this process's child because its parent died."""
+def end_orphans() -> None:
+    """Ends and reaps what became a child of this process because its parent died: children of ranks, too.
+
+    It ends every child, so it is for a process that has called `adopt_orphans` and starts nothing but attempts.
+    """
     give_up = time.monotonic() + LEAVES_SECONDS
     while True:
         _reap()

@@ -56,7 +56,7 @@ from megaspec.plugins import loaded
 from megaspec.resolve.gather import gather_facts
 from megaspec.run_folder import newest_step, read_run, refused
 from megaspec.spec import Spec
-from megaspec_launchers.attempt_process import AttemptProcess, AttemptResult, adopt_orphans, watch_attempt
+from megaspec_launchers.attempt_process import AttemptProcess, AttemptResult, adopt_orphans, end_orphans, watch_attempt
 from megaspec_launchers.local import ENTRY
 from megaspec_launchers.restarts import HARDWARE, Ended, Verdict, decide
 from megaspec_launchers.signals import StopRequests
@@ -222,8 +222,7 @@ class Supervisor:
                 why = f"attempt {attempt} ended: {result.why or exit_file.MEANINGS.get(result.code, result.code)}"
                 attempt += 1
         finally:
-            if self.process is not None:
-                self.process.close()
+            self._close_process()
 
     def _attempt(self, attempt: int, why: str) -> AttemptResult:
         self.devices = self._look_at_devices()
@@ -266,11 +265,16 @@ class Supervisor:
             environment[_CUDA] = ",".join(self.devices)
         if self.process is not None and self.process.environment == environment and self.process.is_alive():
             return self.process
-        if self.process is not None:
-            self.process.close()
+        self._close_process()
         setup = json.dumps(asdict(self.setup))
         self.process = AttemptProcess([sys.executable, "-P", "-m", "megaspec.commands.attempt", setup], environment)
         return self.process
+
+    def _close_process(self) -> None:
+        """Ends the process of attempts, where there is one, and what it and its ranks left behind."""
+        if self.process is not None:
+            self.process.close()
+            end_orphans()
 
     def _look_at_devices(self) -> tuple[str, ...] | None:
         """Those that may be used now; what they were where the file that names them can't be read."""

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 import sys
 import time
 from itertools import chain, repeat
@@ -50,6 +51,15 @@ def looks_often(monkeypatch):
 def test_a_launcher_that_stays_silent_is_killed():
     result = watched(lambda: True, seconds=60)
     assert result == AttemptResult(74, "the launcher was silent: it wrote no heartbeat, and looked after no rank")
+
+
+def test_other_children_of_the_process_that_watches_live_on():
+    """Tests watch beside ranks of their own, which a launcher that is closed has nothing to do with."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as neighbour:
+        watched(lambda: False, seconds=0)
+        assert neighbour.poll() is None
+        neighbour.communicate(b"\n")
+    assert neighbour.returncode == 0
 
 
 def test_one_that_was_silent_for_a_while_goes_on():
