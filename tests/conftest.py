@@ -1,18 +1,37 @@
-"""Lines that tests have to say: they stand together at the end, whichever worker ran the test."""
+"""What all tests share: GPUs for workers, ranks, and lines that tests have to say, which stand together at the end."""
 
 import gc
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 
+from megaspec.estimate.target import gpu_identifiers
 from megaspec_launchers.local import PRELOADED, launch
 from megaspec_launchers.rank_factory import RankFactory
 from tests.ranks import RankPool
 
 Tell = Callable[[str], None]
 _PROPERTY = "tell"
+
+
+def pytest_configure() -> None:
+    """Spreads tests over the GPUs: what a worker of `-n` calls device 0 is another GPU than its neighbours' device 0.
+
+    All GPUs stay visible, for tests with a rank to each. It is done before anything has asked CUDA for its devices.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    gpus = gpu_identifiers()
+    if worker and gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(begun_at(gpus, int(worker.removeprefix("gw"))))
+
+
+def begun_at(gpus: Sequence[str], index: int) -> list[str]:
+    """The same GPUs in the same circle, that of `index` first."""
+    first = index % len(gpus)
+    return [*gpus[first:], *gpus[:first]]
 
 
 @pytest.fixture

@@ -246,7 +246,7 @@ def hold_named(command: Command) -> None:
     if program in ("srun", "torchrun") and "megaspec.cli" in words:
         hold_words(words[words.index("megaspec.cli") + 1 :])
         return
-    paths = [word for word in words if word.startswith("tests/")]
+    paths = [word for word in words if word == "tests" or word.startswith("tests/")]
     assert paths, f"{command.line}: names no file"
     assert all((ROOT / path).exists() for path in paths), command.line
     if program != "pytest":
