@@ -10,6 +10,7 @@ from torch import Tensor
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
 from megaspec_kernels.gated.form import GatedForm, decoded
+from megaspec_kernels.operation import fake_of, operation
 
 try:
     import triton
@@ -465,7 +466,7 @@ def _grid(M: int, F: int) -> tuple[int, int]:
     return M, triton.cdiv(F, BLOCK)
 
 
-@torch.library.custom_op("megaspec::gated_forward", mutates_args=())
+@operation("megaspec::gated_forward")
 def gated_forward(gate_up: Tensor, code: str) -> Tensor:
     """[..., 2 F] -> [..., F]"""
     assert gate_up.dtype != torch.float64, "the kernel computes in fp32"
@@ -488,12 +489,12 @@ def gated_forward(gate_up: Tensor, code: str) -> Tensor:
     return out
 
 
-@gated_forward.register_fake
+@fake_of(gated_forward)
 def _(gate_up: Tensor, code: str) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@torch.library.custom_op("megaspec::gated_backward", mutates_args=())
+@operation("megaspec::gated_backward")
 def gated_backward(grad: Tensor, gate_up: Tensor, code: str) -> Tensor:
     """[..., F], [..., 2 F] -> [..., 2 F]"""
     grad_gate_up = gate_up.new_empty(gate_up.shape)
@@ -516,7 +517,7 @@ def gated_backward(grad: Tensor, gate_up: Tensor, code: str) -> Tensor:
     return grad_gate_up
 
 
-@gated_backward.register_fake
+@fake_of(gated_backward)
 def _(grad: Tensor, gate_up: Tensor, code: str) -> Tensor:
     return gate_up.new_empty(gate_up.shape)
 

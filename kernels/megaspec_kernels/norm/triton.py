@@ -18,6 +18,7 @@ from torch import Tensor
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
 from megaspec_kernels.norm.form import Normed, NormForm, decoded
+from megaspec_kernels.operation import fake_of, operation
 
 try:
     import triton
@@ -512,7 +513,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.library.custom_op("megaspec::norm_forward", mutates_args=())
+@operation("megaspec::norm_forward")
 def norm_forward(
     x: Tensor,
     term: Tensor | None,
@@ -555,7 +556,7 @@ def norm_forward(
     return total, y, statistics
 
 
-@norm_forward.register_fake
+@fake_of(norm_forward)
 def _(
     x: Tensor,
     term: Tensor | None,
@@ -579,7 +580,7 @@ def _n_statistics(code: str) -> int:
     return 2 if decoded(code).kind == "layer" else 1
 
 
-@torch.library.custom_op("megaspec::norm_backward", mutates_args=())
+@operation("megaspec::norm_backward")
 def norm_backward(
     grad: Tensor,
     grad_stream: Tensor | None,
@@ -632,7 +633,7 @@ def norm_backward(
     return grad_x, grad_term, grad_vectors
 
 
-@norm_backward.register_fake
+@fake_of(norm_backward)
 def _(
     grad: Tensor,
     grad_stream: Tensor | None,

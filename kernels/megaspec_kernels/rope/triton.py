@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
+from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.rope.form import Heads, Turned, values_of
 
 try:
@@ -475,7 +476,7 @@ def _half_block(heads: Heads) -> int:
     return triton.next_power_of_2((heads.size + 1) // 2)
 
 
-@torch.library.custom_op("megaspec::rope_forward", mutates_args=())
+@operation("megaspec::rope_forward")
 def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int) -> tuple[Tensor, Tensor]:
     """[B, T, C] -> queries [B, T, N, H] and keys [B, T, K, H], turned. The last three: Heads."""
     assert qkv.dtype != torch.float64, "the kernel computes in fp32"
@@ -509,7 +510,7 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int,
     return q, k
 
 
-@rope_forward.register_fake
+@fake_of(rope_forward)
 def _(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int) -> tuple[Tensor, Tensor]:
     B, T, _ = qkv.shape
     return qkv.new_empty(B, T, queries, size), qkv.new_empty(B, T, keys, size)
@@ -550,7 +551,7 @@ def _in_one_piece(grad: Tensor) -> Tensor:
     return grad.as_strided(grad.shape, (*strides[:3], 1))
 
 
-@torch.library.custom_op("megaspec::rope_backward", mutates_args=())
+@operation("megaspec::rope_backward")
 def rope_backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[B, T, N, H], [B, T, K, H] twice -> [B, T, C]"""
     heads = _heads_of(grad_q, grad_k)
@@ -585,7 +586,7 @@ def rope_backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, s
     return out
 
 
-@rope_backward.register_fake
+@fake_of(rope_backward)
 def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return grad_q.new_empty(*grad_q.shape[:2], _heads_of(grad_q, grad_k).width)
 
