@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
+from megaspec_kernels.grid import cdiv, next_power_of_2
 from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.rope.form import Heads, Turned, values_of
 
@@ -473,7 +474,7 @@ def _angles(cos: Tensor, sin: Tensor, B: int, T: int) -> _Angles:
 
 def _half_block(heads: Heads) -> int:
     """Features of a block that holds half a head."""
-    return triton.next_power_of_2((heads.size + 1) // 2)
+    return next_power_of_2((heads.size + 1) // 2)
 
 
 @operation("megaspec::rope_forward")
@@ -491,7 +492,7 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int,
     angles = _angles(cos, sin, B, T)
     block = _half_block(heads)
     rows = max(1, BLOCK // block)
-    rope_fwd_kernel[(triton.cdiv(M, rows), _units(heads, angles.d_rotary, values=False))](
+    rope_fwd_kernel[(cdiv(M, rows), _units(heads, angles.d_rotary, values=False))](
         qkv.contiguous(),
         q,
         k,
@@ -564,7 +565,7 @@ def rope_backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, s
     angles = _angles(cos, sin, B, T)
     block = _half_block(heads)
     rows = max(1, BLOCK // block)
-    rope_bwd_kernel[(triton.cdiv(M, rows), _units(heads, angles.d_rotary, values=True))](
+    rope_bwd_kernel[(cdiv(M, rows), _units(heads, angles.d_rotary, values=True))](
         *lying.grads,
         out,
         angles.cos,
@@ -616,7 +617,7 @@ def rope_backward_in_fp8(
     if in_pairs and lying.per == 8 and grad_q.dtype == torch.bfloat16:
         tile = TILES[block]
         is_even = M % tile.rows == 0 and angles.d_rotary == heads.size == 2 * block
-        rope_bwd_fp8_pairs_kernel[(triton.cdiv(M, tile.rows), units)](
+        rope_bwd_fp8_pairs_kernel[(cdiv(M, tile.rows), units)](
             *(grad.view(torch.int32) for grad in lying.grads),
             written.rows.view(torch.int16),
             written.columns.view(torch.int32),
@@ -642,7 +643,7 @@ def rope_backward_in_fp8(
         )
         return written
     rows = max(16, min(64, SMALL_BLOCK // block))
-    rope_bwd_fp8_kernel[(triton.cdiv(M, rows), units)](
+    rope_bwd_fp8_kernel[(cdiv(M, rows), units)](
         *lying.grads,
         written.rows.view(torch.uint8),
         written.columns.view(torch.uint8),
