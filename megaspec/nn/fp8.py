@@ -53,6 +53,7 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import Block, Known, scale_of, scale_shape
+from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.registry import Fp8CastKernel, ScaledProductKernel
 
 Recipe = Literal["tensorwise", "delayed", "rowwise", "blockwise"]
@@ -412,7 +413,7 @@ class Fp8Use(NamedTuple):
     """What ranks gather of their tokens is in fp8: see note "Tokens"."""
 
 
-@torch.library.custom_op("megaspec::fp8_forward", mutates_args=())
+@operation("megaspec::fp8_forward")
 def fp8_forward(
     x: Tensor, weight: Tensor, ticket: Tensor, recipe: str, keeps: bool, part: int, parts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -438,7 +439,7 @@ def fp8_forward(
     return y_MO.view(*x.shape[:-1], weight.shape[0]), kept, kept_scale
 
 
-@fp8_forward.register_fake
+@fake_of(fp8_forward)
 def _(
     x: Tensor, weight: Tensor, ticket: Tensor, recipe: str, keeps: bool, part: int, parts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -453,7 +454,7 @@ def _(
     return y, kept, _empty_scale(x, BLOCKS[recipe]["input"].columns, shape)
 
 
-@torch.library.custom_op("megaspec::fp8_forward_of", mutates_args=())
+@operation("megaspec::fp8_forward_of")
 def fp8_forward_of(rows: Tensor, scale: Tensor, weight: Tensor, ticket: Tensor, dtype: torch.dtype) -> Tensor:
     """[M, I] in fp8, [O, I] -> x Wᵀ [M, O] in `dtype`. See note "Producers"."""
     layer = layer_of(ticket)
@@ -462,12 +463,12 @@ def fp8_forward_of(rows: Tensor, scale: Tensor, weight: Tensor, ticket: Tensor, 
     )
 
 
-@fp8_forward_of.register_fake
+@fake_of(fp8_forward_of)
 def _(rows: Tensor, scale: Tensor, weight: Tensor, ticket: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[0], dtype=dtype)
 
 
-@torch.library.custom_op("megaspec::fp8_tokens", mutates_args=())
+@operation("megaspec::fp8_tokens")
 def fp8_tokens(
     x: Tensor, ticket: Tensor, recipe: str, gradient_format: str, is_gradient: bool
 ) -> tuple[Tensor, Tensor]:
@@ -481,7 +482,7 @@ def fp8_tokens(
     return rows.values.view(x.shape), scale
 
 
-@fp8_tokens.register_fake
+@fake_of(fp8_tokens)
 def _(x: Tensor, ticket: Tensor, recipe: str, gradient_format: str, is_gradient: bool) -> tuple[Tensor, Tensor]:
     role = "gradient" if is_gradient else "input"
     scale_shape = (1, 1)
@@ -491,7 +492,7 @@ def _(x: Tensor, ticket: Tensor, recipe: str, gradient_format: str, is_gradient:
     return values, x.new_empty(scale_shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-@torch.library.custom_op("megaspec::fp8_tokens_for_columns", mutates_args=())
+@operation("megaspec::fp8_tokens_for_columns")
 def fp8_tokens_for_columns(x: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
     """A rank's tokens [B, T, I] of an input -> in fp8 by the scales [I, 1] that features have over the tokens of all
     ranks, for `fp8_columns` once they are gathered: a recipe in which those are others than in rows."""
@@ -500,7 +501,7 @@ def fp8_tokens_for_columns(x: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
     return whole.values.view(x.shape), whole.scale.t().contiguous()
 
 
-@fp8_tokens_for_columns.register_fake
+@fake_of(fp8_tokens_for_columns)
 def _(x: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(x.shape, dtype=FORMATS["e4m3"]), x.new_empty(x.shape[-1], 1, dtype=wide)
@@ -525,7 +526,7 @@ def slots_of(y_MO: Tensor, gradient_format: str) -> Fp8Slots:
     return Fp8Slots(one.expand(tokens, outputs), one.expand(outputs, tokens), scale)
 
 
-@torch.library.custom_op("megaspec::fp8_columns", mutates_args=())
+@operation("megaspec::fp8_columns")
 def fp8_columns(values_BTK: Tensor, ticket: Tensor) -> Tensor:
     """All tokens of a matrix in fp8 by a scale that columns have as well, [B, T, K] -> in columns [K, M]."""
     # as bytes: they are moved, not computed with
@@ -533,13 +534,13 @@ def fp8_columns(values_BTK: Tensor, ticket: Tensor) -> Tensor:
     return layer_of(ticket).columns(values_MK)
 
 
-@fp8_columns.register_fake
+@fake_of(fp8_columns)
 def _(values_BTK: Tensor, ticket: Tensor) -> Tensor:
     K = values_BTK.shape[-1]
     return values_BTK.new_empty(K, values_BTK.numel() // K)
 
 
-@torch.library.custom_op("megaspec::fp8_backward", mutates_args=())
+@operation("megaspec::fp8_backward")
 def fp8_backward(
     grad_out: Tensor,
     weight: Tensor,
@@ -569,7 +570,7 @@ def fp8_backward(
     return grad_x, columns, scale
 
 
-@fp8_backward.register_fake
+@fake_of(fp8_backward)
 def _(
     grad_out: Tensor,
     weight: Tensor,
@@ -589,7 +590,7 @@ def _(
     return grad_x, columns, _empty_scale(grad_out, BLOCKS[recipe]["gradient"].columns, shape)
 
 
-@torch.library.custom_op("megaspec::fp8_backward_of", mutates_args=())
+@operation("megaspec::fp8_backward_of")
 def fp8_backward_of(rows: Tensor, scale: Tensor, weight: Tensor, ticket: Tensor, dtype: torch.dtype) -> Tensor:
     """[M, O] in fp8, [O, I] -> dy W [M, I] in `dtype`. See note "Producers"."""
     layer = layer_of(ticket)
@@ -602,12 +603,12 @@ def fp8_backward_of(rows: Tensor, scale: Tensor, weight: Tensor, ticket: Tensor,
     )
 
 
-@fp8_backward_of.register_fake
+@fake_of(fp8_backward_of)
 def _(rows: Tensor, scale: Tensor, weight: Tensor, ticket: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1], dtype=dtype)
 
 
-@torch.library.custom_op("megaspec::fp8_weight_gradient", mutates_args=())
+@operation("megaspec::fp8_weight_gradient")
 def fp8_weight_gradient(
     grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, like: Tensor, ticket: Tensor
 ) -> Tensor:
@@ -615,7 +616,7 @@ def fp8_weight_gradient(
     return weight_gradient_of(ticket, grad_OM, grad_scale, x_IM, x_scale, dtype=like.dtype)
 
 
-@fp8_weight_gradient.register_fake
+@fake_of(fp8_weight_gradient)
 def _(grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, like: Tensor, ticket: Tensor) -> Tensor:
     return like.new_empty(grad_OM.shape[0], x_IM.shape[0])
 

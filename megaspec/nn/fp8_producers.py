@@ -22,6 +22,7 @@ from megaspec.nn.linear import Linear
 from megaspec_kernels.fp8_cast.tile import empty_pair
 from megaspec_kernels.gated.form import GatedForm
 from megaspec_kernels.norm.form import NormForm
+from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.registry import REGISTRY
 from megaspec_kernels.rope.form import Heads, Turned, values_of
 
@@ -37,7 +38,7 @@ class Producer(NamedTuple):
     """Whether it writes both layouts: not of tokens that ranks gather, which are turned round behind that."""
 
 
-@torch.library.custom_op("megaspec::norm_into_fp8", mutates_args=())
+@operation("megaspec::norm_into_fp8")
 def norm_into_fp8(
     x: Tensor,
     term: Tensor | None,
@@ -64,7 +65,7 @@ def norm_into_fp8(
     return total, in_rows.values, values, in_rows.scale, statistics
 
 
-@norm_into_fp8.register_fake
+@fake_of(norm_into_fp8)
 def _(
     x: Tensor,
     term: Tensor | None,
@@ -159,7 +160,7 @@ def norm_of_sum(
     return total, Fp8Input(*normed)
 
 
-@torch.library.custom_op("megaspec::gated_into_fp8", mutates_args=())
+@operation("megaspec::gated_into_fp8")
 def gated_into_fp8(gate_up: Tensor, code: str, implementation: str, ticket: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[..., 2 F] -> what the layer behind the gate takes, in fp8: rows [M, F], columns [F, M] and scale."""
     producer = REGISTRY["gated"][implementation].producer
@@ -172,14 +173,14 @@ def gated_into_fp8(gate_up: Tensor, code: str, implementation: str, ticket: Tens
     return pair.rows.values, pair.columns.values, pair.rows.scale
 
 
-@gated_into_fp8.register_fake
+@fake_of(gated_into_fp8)
 def _(gate_up: Tensor, code: str, implementation: str, ticket: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     F = gate_up.shape[-1] // 2
     rows, columns, scale = empty_pair(gate_up, gate_up.numel() // (2 * F), F, FORMATS["e4m3"])
     return rows, columns, scale
 
 
-@torch.library.custom_op("megaspec::gated_gradient_into_fp8", mutates_args=())
+@operation("megaspec::gated_gradient_into_fp8")
 def gated_gradient_into_fp8(
     grad: Tensor, gate_up: Tensor, code: str, implementation: str, ticket: Tensor, gradient_format: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,7 +196,7 @@ def gated_gradient_into_fp8(
     return pair.rows.values, pair.columns.values, pair.rows.scale
 
 
-@gated_gradient_into_fp8.register_fake
+@fake_of(gated_gradient_into_fp8)
 def _(
     grad: Tensor, gate_up: Tensor, code: str, implementation: str, ticket: Tensor, gradient_format: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,7 +251,7 @@ def gated(
     return Fp8Input(*made)
 
 
-@torch.library.custom_op("megaspec::rope_gradient_into_fp8", mutates_args=())
+@operation("megaspec::rope_gradient_into_fp8")
 def rope_gradient_into_fp8(
     grad_q: Tensor,
     grad_k: Tensor,
@@ -273,7 +274,7 @@ def rope_gradient_into_fp8(
     return pair.rows.values, pair.columns.values, pair.rows.scale
 
 
-@rope_gradient_into_fp8.register_fake
+@fake_of(rope_gradient_into_fp8)
 def _(
     grad_q: Tensor,
     grad_k: Tensor,

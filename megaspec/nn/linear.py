@@ -23,6 +23,7 @@ from megaspec.nn.fp8 import (
     slots_of,
     weight_gradient_of,
 )
+from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.registry import REGISTRY, LinearKernel
 
 TORCH: LinearKernel = REGISTRY["linear"]["torch"]
@@ -213,7 +214,7 @@ COMPILED: dict[str, str | int | bool] = {"comprehensive_padding": False}
 COMPILED_FOR_LATER = COMPILED | {"allow_buffer_reuse": False, "inplace_buffers": False}
 
 
-@torch.library.custom_op("megaspec::add_weight_gradient", mutates_args=("buffer",))
+@operation("megaspec::add_weight_gradient", mutates_args=("buffer",))
 def add_weight_gradient(buffer: Tensor, ticket: Tensor, grad_out: Tensor, x: Tensor) -> None:
     """buffer += grad_outᵀ x, now or later, in one operation that torch.compile leaves whole.
 
@@ -223,7 +224,7 @@ def add_weight_gradient(buffer: Tensor, ticket: Tensor, grad_out: Tensor, x: Ten
     one.add(lambda into, overwrite: one.products.add_weight_gradient(into, grad_out, x, overwrite=overwrite))
 
 
-@add_weight_gradient.register_fake
+@fake_of(add_weight_gradient)
 def _(buffer: Tensor, ticket: Tensor, grad_out: Tensor, x: Tensor) -> None:
     pass
 
@@ -288,7 +289,7 @@ class LinearOp(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-@torch.library.custom_op("megaspec::add_fp8_weight_gradient", mutates_args=("buffer",))
+@operation("megaspec::add_fp8_weight_gradient", mutates_args=("buffer",))
 def add_fp8_weight_gradient(
     buffer: Tensor, ticket: Tensor, fp8: Tensor, grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor
 ) -> None:
@@ -300,7 +301,7 @@ def add_fp8_weight_gradient(
     sum_of(ticket).add(product)
 
 
-@add_fp8_weight_gradient.register_fake
+@fake_of(add_fp8_weight_gradient)
 def _(
     buffer: Tensor, ticket: Tensor, fp8: Tensor, grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor
 ) -> None:

@@ -115,6 +115,8 @@ class Bucket:
         """Parameters whose sum holds nothing of this step yet."""
         self.arrived = dict.fromkeys(self.names, 0)
         """How often a gradient of each parameter was added in this step."""
+        self.missing = len(self.names)
+        """Parameters of which not every backward pass that has begun has added one."""
         self.reduced = 0
         """How often the whole sums were reduced in this step."""
         self.is_summed = False

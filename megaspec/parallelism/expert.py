@@ -78,6 +78,8 @@ class ExpertParallel:
         """`index`: see SplitTokens. `overlap_shared`: shared experts are computed while tokens are on their way."""
         self._mesh, self._index, self._overlap = mesh, index, overlap_shared
         self._splits_sequences, self._kind = spec.sequence_parallel, spec.dispatch
+        self._routers: dict[str, Router] | None = None
+        """Those of the chunks, by global name; None: no step has been finished."""
 
     def split_model(self, model: nn.Module) -> None:
         """Puts this layout's ways into the slots of every Moe and its router."""
@@ -100,8 +102,11 @@ class ExpertParallel:
     @torch.no_grad()
     def finish_step(self, chunks: Sequence[Decoder], *, skip: Tensor) -> RouterStatistics | None:
         """Call after the last backward pass of a step, on all ranks: moves biases and shares unless `skip`, a scalar,
-        is 1. None: no experts here."""
-        routers = dict(routers_of(chunks))
+        is 1. None: no experts here. `chunks`: the same in each step."""
+        if self._routers is None:
+            # to look through all modules takes the host as long as some of them take it in a step
+            self._routers = dict(routers_of(chunks))
+        routers = self._routers
         if not routers:
             return None
         sums = torch.stack([router.sums for router in routers.values()])

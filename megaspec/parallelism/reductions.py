@@ -49,8 +49,12 @@ class Reductions:
         """Backward passes of this step that have begun, by chunk."""
         self._ending: set[int | None] = set()
         """Chunks whose last backward pass of the step has begun."""
+        self._of_chunk: dict[int | None, list[Bucket]] = {}
+        for bucket in buckets:
+            self._of_chunk.setdefault(bucket.chunk, []).append(bucket)
         self._waiting: dict[int | None, deque[Bucket]] = {}
         """Buckets of these chunks that are not reduced yet, in the order in which all ranks reduce them."""
+        self._has_unsummed = False
         self._draining: tuple[Bucket, torch.cuda.Event | None] | None = None
         """The bucket that is being reduced, whose whole sums have memory until the event."""
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
@@ -98,14 +102,17 @@ class Reductions:
     @property
     def has_unsummed(self) -> bool:
         """Gradients have arrived since the last `finish`."""
-        return any(count for bucket in self._buckets for count in bucket.arrived.values())
+        return self._has_unsummed
 
     def start_backward(self, chunk: int, *, last: bool) -> None:
         """One more backward pass through a chunk begins, the step's last one through it where `last` is set."""
         self._passes[chunk] = self._passes.get(chunk, 0) + 1
+        buckets = self._of_chunk.get(chunk, [])
+        for bucket in buckets:
+            bucket.missing = len(bucket.names)
         if last:
             self._ending.add(chunk)
-            self._waiting[chunk] = deque(bucket for bucket in self._buckets if bucket.chunk == chunk)
+            self._waiting[chunk] = deque(buckets)
 
     def sums_inside(self, bucket: Bucket) -> bool:
         """Matrix products add to the bucket's sums, which must have memory before they start."""
@@ -158,11 +165,13 @@ class Reductions:
 
     def _start_counts(self) -> None:
         """Nothing has arrived; sums that are not kept lose their memory."""
+        self._has_unsummed = False
         self._passes = {}
         self._ending = set()
         self._waiting = {}
         for bucket in self._buckets:
             bucket.arrived = dict.fromkeys(bucket.names, 0)
+            bucket.missing = len(bucket.names)
             bucket.reduced = 0
             bucket.is_summed = False
             if bucket.is_collecting and not self._kept:
@@ -198,21 +207,22 @@ class Reductions:
         bucket = self._bucket_of[name]
         bucket.fresh.discard(name)
         bucket.arrived[name] += 1
-        passes = self._passes.get(bucket.chunk, 0)
+        self._has_unsummed = True
         # a pass that has begun and not come here may have put its gradients off: they need the memory that is there
-        caught_up = bucket.arrived[name] == passes
+        caught_up = bucket.arrived[name] == self._passes.get(bucket.chunk, 0)
+        if caught_up:
+            bucket.missing -= 1
         final = bucket.chunk in self._ending and caught_up
         if self._kept:
-            if final and self._overlap:
+            if final and self._overlap and bucket.missing == 0:
                 self._reduce_full(bucket.chunk)
-        elif (caught_up or bucket.chunk is None) and len(set(bucket.arrived.values())) == 1:
+        elif bucket.missing == 0 or (bucket.chunk is None and len(set(bucket.arrived.values())) == 1):
             self._reduce(bucket, final=final)
 
     def _reduce_full(self, chunk: int) -> None:
         """The buckets of a chunk that are full and have none before them that is not."""
         waiting = self._waiting[chunk]
-        passes = self._passes[chunk]
-        while waiting and all(count == passes for count in waiting[0].arrived.values()):
+        while waiting and waiting[0].missing == 0:
             self._reduce(waiting.popleft(), final=True)
 
     def _reduce(self, bucket: Bucket, *, final: bool) -> None:

@@ -232,26 +232,24 @@ def packed_pool(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> tuple[list[
 
 
 def timed(step: Callable[[int], StepResult], steps: range) -> tuple[list[float], list[float]]:
-    """-> seconds, by the device's clock, and loss of each step. As in training the host reads the numbers of a step
-    while the device is at the next one."""
+    """-> seconds, by the device's clock, and loss of each step.
+
+    As in training the host is a step ahead: it waits for a step when the device has been given the next one. Losses are
+    read behind the last step, since whoever reads a number waits for all that the device has been given, so that each
+    step would begin with nothing under way.
+    """
     times: list[float] = []
-    losses: list[float] = []
+    losses: list[torch.Tensor] = []
     clock = StepClock(device_here())
-    pending: list[tuple[Mark, torch.Tensor]] = []
-
-    def read() -> None:
-        mark, loss = pending.pop(0)
-        times.append(clock.lap(mark))
-        losses.append(loss.item())
-
+    pending: list[Mark] = []
     for i in steps:
-        result = step(i)
-        pending.append((clock.mark(), result.loss))
+        losses.append(step(i).loss)
+        pending.append(clock.mark())
         if len(pending) > 1:
-            read()
+            times.append(clock.lap(pending.pop(0)))
     while pending:
-        read()
-    return times, losses
+        times.append(clock.lap(pending.pop(0)))
+    return times, [loss.item() for loss in losses]
 
 
 def measure(args: argparse.Namespace, *, rank: int, world: int, device: torch.device) -> dict[str, Any]:

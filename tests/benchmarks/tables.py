@@ -190,11 +190,11 @@ def _of_saves(name: str) -> Callable[[Group], list[float | None]]:
     return lambda group: [save[name] for line in group.lines for save in line.get("saves", ())]
 
 
-def _on_side(side: str) -> Callable[[Group], list[float | None]]:
+def _on_side(side: str, name: str = "step_ms") -> Callable[[Group], list[float | None]]:
     """The median over the runs of one of two revisions."""
 
     def values(group: Group) -> list[float | None]:
-        own = [line["step_ms"] for line in group.lines if line.get("side") == side]
+        own = [line[name] for line in group.lines if line.get("side") == side and name in line]
         return [statistics.median(own)] if own else []
 
     return values
@@ -288,6 +288,13 @@ COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "step, ms: without": _switched(False, lambda line: line["step_ms"]),
     "step, ms: before": _on_side("before"),
     "step, ms: after": _on_side("after"),
+    "operations: before": _on_side("before", "operations"),
+    "operations: after": _on_side("after", "operations"),
+    "launches": _field("launches"),
+    "Python calls: before": _on_side("before", "calls"),
+    "Python calls: after": _on_side("after", "calls"),
+    "CPU, ms: before": _on_side("before", "cpu_ms_min"),
+    "CPU, ms: after": _on_side("after", "cpu_ms_min"),
     "runs each": _runs_each,
     "implementation": _numbers_in("implementation"),
     "shape": _numbers_in("name"),

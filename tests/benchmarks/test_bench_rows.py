@@ -151,3 +151,17 @@ def test_the_table_has_a_row_for_every_run(monkeypatch, capsys):
     assert rows[0][2:8] == ["100", "1.250", "2 of 2, 100 to 100", "3.0", "1,500", "690"]
     assert rows[1][2] == "why / not"
     assert np.unique([line.count("|") for line in lines if line.startswith("|")]).size == 1
+
+
+def test_no_number_is_read_while_steps_are_under_way():
+    begun = []
+
+    def step(i: int) -> SimpleNamespace:
+        begun.append(i)
+        # whoever reads a number waits for all that the device has been given
+        return SimpleNamespace(loss=SimpleNamespace(item=lambda: (i, len(begun))))
+
+    times, losses = bench_train.timed(step, range(3, 7))
+    assert losses == [(3, 4), (4, 4), (5, 4), (6, 4)]
+    assert len(times) == 4
+    assert bench_train.timed(step, range(0)) == ([], [])

@@ -179,6 +179,6 @@ def test_gathered_and_quantised_is_quantised_and_gathered() -> None:
 
 def test_scales_of_rows_are_those_of_their_groups() -> None:
     scale = torch.tensor([[1.0], [2.0], [4.0]])
-    ends = torch.tensor([2, 2, 3], dtype=torch.int32)
-    assert scale_of_rows(scale, ends, 4).flatten().tolist() == [1.0, 1.0, 4.0, 4.0]
-    assert scale_of_rows(scale[:1], ends, 4).tolist() == [[1.0]]
+    groups = KERNELS["reference"].groups(torch.tensor([2, 2, 3], dtype=torch.int32), 4)
+    assert scale_of_rows(scale, groups).flatten().tolist() == [1.0, 1.0, 4.0, 4.0]
+    assert scale_of_rows(scale[:1], groups).tolist() == [[1.0]]

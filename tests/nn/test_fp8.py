@@ -159,6 +159,7 @@ def test_weight_gradients_are_summed_and_deferred(recipe: str) -> None:
     torch.testing.assert_close(buffer, 2 * plain.weight.grad, rtol=1e-13, atol=0)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_of_gathered_tokens_a_rank_keeps_its_own(recipe: str) -> None:
     layer, fp8 = layer_in(recipe)
@@ -210,7 +211,8 @@ def test_delayed_scales_are_those_of_steps_before_and_what_is_larger_saturates()
     fp8.memory.scales.copy_(torch.tensor([2.0**-8, 2.0**-20]))
     held = fp8.memory.scales.untyped_storage().data_ptr()
     # what the operation returns is its own
-    made = fp8_forward(x, layer.weight, fp8.ticket, "delayed", True, 0, 1)
+    with torch.no_grad():
+        made = fp8_forward(x, layer.weight, fp8.ticket, "delayed", True, 0, 1)
     assert held not in {tensor.untyped_storage().data_ptr() for tensor in made}
     fp8.memory.saturated.zero_()
     y = layer(x)

@@ -200,6 +200,7 @@ def test_a_byte_of_each_input_is_kept(recipe: str, fake: Fake) -> None:
     assert len(held) == 2
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_parts_of_an_input_are_gathered_to_the_whole(recipe: str, fake: Fake) -> None:
     """What two ranks keep of a sequence makes the columns that one rank keeps, by the same scales."""

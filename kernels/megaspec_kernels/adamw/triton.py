@@ -296,11 +296,12 @@ def adamw_(
     # a single odd one, such as the bias of a router, is not to slow down all others
     aligned = [size % 16 == 0 for size in elements]
     addresses: list[int] = []
+    assert all(elements), "a tensor is empty"
     for column in columns:
-        assert all(t.is_contiguous() and t.numel() for t in column), "a tensor is empty or not contiguous"
-        formats = {str(t.dtype) for t in column}
-        assert len(formats) == 1, f"tensors of several formats: {sorted(formats)}"
+        dtype = column[0].dtype
         for number, one in enumerate(column):
+            assert one.is_contiguous(), f"a tensor is not contiguous: {tuple(one.shape)} by {one.stride()}"
+            assert one.dtype == dtype, f"tensors of several formats: {dtype} and {one.dtype}"
             address = one.data_ptr()
             addresses.append(address)
             aligned[number] = aligned[number] and address % 16 == 0

@@ -27,6 +27,7 @@ from megaspec_kernels.attention.documents import BlockDocuments, Documents, whol
 from megaspec_kernels.attention.one_block import attention_as_one_block
 from megaspec_kernels.attention.packages import require
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
+from megaspec_kernels.operation import fake_of, operation
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -373,7 +374,7 @@ def _shape(q_PNH: Tensor, k_PKH: Tensor, starts: Tensor, longest: int, window: i
 
 
 # Operations of their own: torch.compile can't look into them.
-@torch.library.custom_op("megaspec::cudnn_documents", mutates_args=())
+@operation("megaspec::cudnn_documents")
 def _forward(
     q_PNH: Tensor, k_PKH: Tensor, v_PKH: Tensor, starts: Tensor, longest: int, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -386,12 +387,12 @@ def _forward(
     return out_PNH, lse_PN
 
 
-@_forward.register_fake
+@fake_of(_forward)
 def _(q_PNH, k_PKH, v_PKH, starts, longest, window, scale):
     return q_PNH.new_empty(q_PNH.shape), q_PNH.new_empty(q_PNH.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("megaspec::cudnn_documents_backward", mutates_args=())
+@operation("megaspec::cudnn_documents_backward")
 def _backward(
     grad_PNH: Tensor,
     q_PNH: Tensor,
@@ -418,6 +419,6 @@ def _backward(
     return d_q, d_k, d_v
 
 
-@_backward.register_fake
+@fake_of(_backward)
 def _(grad_PNH, q_PNH, k_PKH, v_PKH, out_PNH, lse_PN, starts, longest, window, scale):
     return q_PNH.new_empty(q_PNH.shape), k_PKH.new_empty(k_PKH.shape), v_PKH.new_empty(v_PKH.shape)

@@ -22,6 +22,7 @@ from megaspec_kernels.attention.documents import BlockDocuments, Documents
 from megaspec_kernels.attention.one_block import attention_as_one_block
 from megaspec_kernels.attention.packages import require
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
+from megaspec_kernels.operation import fake_of, operation
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -294,7 +295,7 @@ def _in_order() -> bool:
 
 
 # Operations of their own: torch.compile can't look into them.
-@torch.library.custom_op("megaspec::flash_attn", mutates_args=())
+@operation("megaspec::flash_attn")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -316,13 +317,13 @@ def _forward(
     return _FORWARD[version](q, k, v, starts_q, starts_k, call)
 
 
-@_forward.register_fake
+@fake_of(_forward)
 def _(q, k, v, starts_q, starts_k, longest_q, longest_k, causal, window, scale, cap, version):
     lse = (q.shape[1], q.shape[0]) if starts_q is not None else (q.shape[0], q.shape[2], q.shape[1])
     return q.new_empty(q.shape), q.new_empty(lse, dtype=torch.float32)
 
 
-@torch.library.custom_op("megaspec::flash_attn_backward", mutates_args=())
+@operation("megaspec::flash_attn_backward")
 def _backward(
     grad: Tensor,
     q: Tensor,
@@ -345,7 +346,7 @@ def _backward(
     return _BACKWARD[version](tensors, lse, starts_q, starts_k, call)
 
 
-@_backward.register_fake
+@fake_of(_backward)
 def _(grad, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, causal, window, scale, cap, version):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 

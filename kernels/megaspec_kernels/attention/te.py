@@ -19,6 +19,7 @@ from megaspec_kernels.attention import sdpa
 from megaspec_kernels.attention.documents import BlockDocuments, Documents, documents_of, whole_rows
 from megaspec_kernels.attention.one_block import attention_as_one_block
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
+from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.te_package import transformer_engine
 
 
@@ -157,7 +158,7 @@ def _layout(packed: bool) -> dict[str, str]:
 
 
 # Operations of their own, which torch.compile leaves whole.
-@torch.library.custom_op("megaspec::te_attention_forward", mutates_args=())
+@operation("megaspec::te_attention_forward")
 def _te_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, packed: bool, before: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -184,7 +185,7 @@ def _te_attention_forward(
     return out, lse
 
 
-@_te_attention_forward.register_fake
+@fake_of(_te_attention_forward)
 def _(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, packed: bool, before: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -195,7 +196,7 @@ def _(
     return q.new_empty(q.shape), q.new_empty(B, N, T, 1, dtype=torch.float32)
 
 
-@torch.library.custom_op("megaspec::te_attention_backward", mutates_args=())
+@operation("megaspec::te_attention_backward")
 def _te_attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -240,7 +241,7 @@ def _te_attention_backward(
     return d_q, d_k, d_v
 
 
-@_te_attention_backward.register_fake
+@fake_of(_te_attention_backward)
 def _(
     grad: Tensor,
     q: Tensor,

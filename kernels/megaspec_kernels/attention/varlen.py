@@ -19,6 +19,7 @@ from torch import Tensor
 from megaspec_kernels.attention import reference_block
 from megaspec_kernels.attention.documents import BlockDocuments
 from megaspec_kernels.attention.scoring import Scoring
+from megaspec_kernels.operation import fake_of, operation
 
 _aten = torch.ops.aten
 
@@ -190,7 +191,7 @@ def _flash_backward(
 
 
 # An operation of its own: it reads lengths, which torch.compile can't trace.
-@torch.library.custom_op("megaspec::attend_each_document", mutates_args=())
+@operation("megaspec::attend_each_document")
 def _each_forward(
     q_PNH: Tensor,
     k_RKH: Tensor,
@@ -221,13 +222,13 @@ def _each_forward(
     return out_PNH, lse_NP
 
 
-@_each_forward.register_fake
+@fake_of(_each_forward)
 def _(q_PNH, k_RKH, v_RKH, starts_q, starts_k, longest_q, longest_k, causal, window, scale):
     wide = torch.promote_types(q_PNH.dtype, torch.float32)
     return q_PNH.new_empty(q_PNH.shape), q_PNH.new_empty((q_PNH.shape[1], q_PNH.shape[0]), dtype=wide)
 
 
-@torch.library.custom_op("megaspec::attend_each_document_backward", mutates_args=())
+@operation("megaspec::attend_each_document_backward")
 def _each_backward(
     grad_PNH: Tensor,
     q_PNH: Tensor,
@@ -265,7 +266,7 @@ def _each_backward(
     return d_q, d_k, d_v
 
 
-@_each_backward.register_fake
+@fake_of(_each_backward)
 def _(grad_PNH, q_PNH, k_RKH, v_RKH, out_PNH, lse_NP, starts_q, starts_k, longest_q, longest_k, causal, window, scale):
     return q_PNH.new_empty(q_PNH.shape), k_RKH.new_empty(k_RKH.shape), v_RKH.new_empty(v_RKH.shape)
 

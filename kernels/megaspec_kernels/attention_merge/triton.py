@@ -5,6 +5,8 @@
 import torch
 from torch import Tensor
 
+from megaspec_kernels.grid import cdiv, next_power_of_2
+
 try:
     import triton
     import triton.language as tl
@@ -61,7 +63,7 @@ def merge(out_BTNH: Tensor, lse_BNT: Tensor, new_BTNH: Tensor, new_lse_BNT: Tens
     new_BTNH = _dense(new_BTNH)
     rows, sizes, b_r, b_h = _divided(out_BTNH, new_BTNH)
     if rows:
-        merge_kernel[(triton.cdiv(rows, b_r),)](
+        merge_kernel[(cdiv(rows, b_r),)](
             out_BTNH, lse_BNT, new_BTNH, new_lse_BNT, rows, *sizes,
             *out_BTNH.stride()[:3], *lse_BNT.stride(), *new_BTNH.stride()[:3], *new_lse_BNT.stride(),
             b_r, b_h, num_warps=WARPS,
@@ -75,7 +77,7 @@ def add(total_BTNH: Tensor, new_BTNH: Tensor) -> None:
     new_BTNH = _dense(new_BTNH)
     rows, sizes, b_r, b_h = _divided(total_BTNH, new_BTNH)
     if rows:
-        add_kernel[(triton.cdiv(rows, b_r),)](
+        add_kernel[(cdiv(rows, b_r),)](
             total_BTNH, new_BTNH, rows, *sizes, *total_BTNH.stride()[:3], *new_BTNH.stride()[:3],
             b_r, b_h, num_warps=WARPS,
         )  # fmt: skip
@@ -94,5 +96,5 @@ def _divided(total_BTNH: Tensor, new_BTNH: Tensor) -> tuple[int, tuple[int, int,
     assert new_BTNH.shape == total_BTNH.shape, f"{tuple(new_BTNH.shape)} into {tuple(total_BTNH.shape)}"
     apart = total_BTNH.stride(-1), new_BTNH.stride(-1)
     assert apart == (1, 1), f"the numbers of a head lie {apart} apart"
-    b_h = triton.next_power_of_2(H)
+    b_h = next_power_of_2(H)
     return B * T * N, (T, N, H), max(1, BLOCK // b_h), b_h

@@ -12,7 +12,8 @@ found once for all casts of a layer of experts. Behind the last group are units 
 
 # E groups, R rows, P rows with padding, U units of them
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from torch import Tensor
 from megaspec_kernels.fp8_cast.padding import UNIT
 
 
-class Groups(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Groups:
     """Rows sorted by group, and the same once each group is padded. All tensors are int32, on the rows' device."""
 
     ends: Tensor
@@ -41,6 +43,11 @@ class Groups(NamedTuple):
         """P"""
         return self.first.shape[0] * UNIT
 
+    @cached_property
+    def of_rows(self) -> Tensor:
+        """int64 [R]: the group of each row; of rows of none, the last one. Found once for all products of a layer."""
+        return group_of_rows(self.ends, self.rows).clamp(max=self.ends.shape[0] - 1)
+
 
 def group_of_rows(ends_E: Tensor, rows: int) -> Tensor:
     """[R]: the group of each row; E for those behind the last end."""
@@ -48,9 +55,8 @@ def group_of_rows(ends_E: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(ends_E, row_R, right=True)
 
 
-def scale_of_rows(scale_E: Tensor, ends_E: Tensor, rows: int) -> Tensor:
+def scale_of_rows(scale_E: Tensor, groups: Groups) -> Tensor:
     """[E, 1] -> [R, 1]: of each row's group; of rows of no group, the last one's. [1, 1] stays as it is."""
     if scale_E.shape[0] == 1:
         return scale_E
-    group_R = group_of_rows(ends_E, rows).clamp(max=ends_E.shape[0] - 1)
-    return scale_E[group_R]
+    return scale_E[groups.of_rows]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import LARGEST, Block, scale_shape, sizes_of
 from megaspec_kernels.fp8_cast.tiles import BEST, Tile
+from megaspec_kernels.grid import cdiv, next_power_of_2
 
 try:
     import triton
@@ -436,7 +437,7 @@ def _largest(x_MK: Tensor, *, block: Block, exponent: int) -> Tensor:
     x_MK = x_MK.contiguous()
     if block == (None, None) and x_MK.dtype == torch.bfloat16 and x_MK.numel() % 2 == 0 and x_MK.data_ptr() % 4 == 0:
         count = x_MK.numel() // 2
-        programs = triton.cdiv(count, PAIRS)
+        programs = cdiv(count, PAIRS)
         bits = torch.empty(programs, dtype=torch.int32, device=x_MK.device)
         amax_of_pairs_kernel[(programs,)](
             x_MK.view(-1).view(torch.int32), bits, count, PAIRS, count % PAIRS == 0, num_warps=WARPS
@@ -444,7 +445,7 @@ def _largest(x_MK: Tensor, *, block: Block, exponent: int) -> Tensor:
         return _finish(bits, (1, 1), strides=(0, 1), parts=programs, exponent=exponent)
     by_row = rows == 1
     by_column = columns == 1 and not by_row
-    tiles = (triton.cdiv(M, TILE), triton.cdiv(K, TILE))
+    tiles = (cdiv(M, TILE), cdiv(K, TILE))
     shape = tiles
     if by_row:
         shape = (M, tiles[1])
@@ -468,10 +469,10 @@ def _finish(bits: Tensor, shape: tuple[int, int], *, strides: tuple[int, int], p
     if parts == 1 and not exponent:
         return bits.view(shape).view(torch.float32)
     outputs = shape[0] * shape[1]
-    b_part = min(PARTS, triton.next_power_of_2(parts))
-    b_out = min(max(1, PARTS // b_part), triton.next_power_of_2(outputs))
+    b_part = min(PARTS, next_power_of_2(parts))
+    b_out = min(max(1, PARTS // b_part), next_power_of_2(outputs))
     out = torch.empty(shape, dtype=torch.int32, device=bits.device)
-    finish_kernel[(triton.cdiv(outputs, b_out),)](
+    finish_kernel[(cdiv(outputs, b_out),)](
         bits, out, outputs, parts, *strides, exponent, b_out, b_part, num_warps=WARPS
     )
     return out.view(torch.float32)
@@ -524,7 +525,7 @@ def cast(
     scale_mk = scale_mk.contiguous()
     in_pairs = x_MK.dtype == torch.bfloat16 and M % 16 == 0 and K % 16 == 0 and x_MK.data_ptr() % 16 == 0
     if in_pairs and (is_whole or not records):
-        tiles = triton.cdiv(M, tile.rows) * triton.cdiv(K, tile.columns)
+        tiles = cdiv(M, tile.rows) * cdiv(K, tile.columns)
         pairs_kernel[(tiles,)](
             x_MK.view(torch.int32),
             scale_mk,
@@ -547,7 +548,7 @@ def cast(
             maxnreg=tile.registers,
         )
         return by_rows, by_columns
-    cast_kernel[(triton.cdiv(M, SMALL_TILE), triton.cdiv(K, SMALL_TILE))](
+    cast_kernel[(cdiv(M, SMALL_TILE), cdiv(K, SMALL_TILE))](
         x_MK,
         scale_mk,
         some_rows.view(torch.uint8),
@@ -573,7 +574,7 @@ def columns(x_MK: Tensor, *, tile: Tile = BEST) -> Tensor:
     if M % 16 or K % 16 or x_MK.data_ptr() % 16:
         # no product in fp8 takes such a side
         return x_MK.view(torch.uint8).t().contiguous().view(x_MK.dtype)
-    tiles = triton.cdiv(M, tile.rows) * triton.cdiv(K, tile.columns)
+    tiles = cdiv(M, tile.rows) * cdiv(K, tile.columns)
     columns_kernel[(tiles,)](
         x_MK.view(torch.int16),
         out.view(torch.int32),

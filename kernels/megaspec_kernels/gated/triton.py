@@ -10,6 +10,8 @@ from torch import Tensor
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
 from megaspec_kernels.gated.form import GatedForm, decoded
+from megaspec_kernels.grid import cdiv
+from megaspec_kernels.operation import fake_of, operation
 
 try:
     import triton
@@ -462,10 +464,10 @@ if triton is not None:
 
 
 def _grid(M: int, F: int) -> tuple[int, int]:
-    return M, triton.cdiv(F, BLOCK)
+    return M, cdiv(F, BLOCK)
 
 
-@torch.library.custom_op("megaspec::gated_forward", mutates_args=())
+@operation("megaspec::gated_forward")
 def gated_forward(gate_up: Tensor, code: str) -> Tensor:
     """[..., 2 F] -> [..., F]"""
     assert gate_up.dtype != torch.float64, "the kernel computes in fp32"
@@ -488,12 +490,12 @@ def gated_forward(gate_up: Tensor, code: str) -> Tensor:
     return out
 
 
-@gated_forward.register_fake
+@fake_of(gated_forward)
 def _(gate_up: Tensor, code: str) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@torch.library.custom_op("megaspec::gated_backward", mutates_args=())
+@operation("megaspec::gated_backward")
 def gated_backward(grad: Tensor, gate_up: Tensor, code: str) -> Tensor:
     """[..., F], [..., 2 F] -> [..., 2 F]"""
     grad_gate_up = gate_up.new_empty(gate_up.shape)
@@ -516,7 +518,7 @@ def gated_backward(grad: Tensor, gate_up: Tensor, code: str) -> Tensor:
     return grad_gate_up
 
 
-@gated_backward.register_fake
+@fake_of(gated_backward)
 def _(grad: Tensor, gate_up: Tensor, code: str) -> Tensor:
     return gate_up.new_empty(gate_up.shape)
 
@@ -584,7 +586,7 @@ def _write(
         in_pairs = in_pairs and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0
     if in_pairs:
         tile = kernels.tile
-        kernels.of_pairs[(triton.cdiv(M, tile.rows), triton.cdiv(F, tile.features))](
+        kernels.of_pairs[(cdiv(M, tile.rows), cdiv(F, tile.features))](
             *(x.view(torch.int32) for x in inputs),
             written.rows.view(torch.int16),
             written.columns.view(torch.int32),
@@ -602,7 +604,7 @@ def _write(
         )
         return
     tile = SMALL_TILE
-    kernels.of_elements[(triton.cdiv(M, tile.rows), triton.cdiv(F, tile.features))](
+    kernels.of_elements[(cdiv(M, tile.rows), cdiv(F, tile.features))](
         *inputs,
         written.rows.view(torch.uint8),
         written.columns.view(torch.uint8),

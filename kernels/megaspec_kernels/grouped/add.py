@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from megaspec_kernels.grid import cdiv
+
 try:
     import triton
     import triton.language as tl
@@ -50,4 +52,4 @@ def add_with_triton(into: Tensor, x: Tensor, *, overwrite: bool) -> None:
     """See add_; `into` in fp32."""
     size = into.numel()
     if size:
-        sum_gradients_kernel[(triton.cdiv(size, BLOCK),)](into, x, size, overwrite, BLOCK, num_warps=WARPS)
+        sum_gradients_kernel[(cdiv(size, BLOCK),)](into, x, size, overwrite, BLOCK, num_warps=WARPS)

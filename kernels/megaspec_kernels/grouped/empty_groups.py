@@ -5,6 +5,8 @@
 import torch
 from torch import Tensor
 
+from megaspec_kernels.grid import cdiv
+
 try:
     import triton
     import triton.language as tl
@@ -47,6 +49,6 @@ def zero_empty_groups(out_EOI: Tensor, ends_E: Tensor) -> Tensor:
 def zero_with_triton(out_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """See zero_empty_groups."""
     size = out_EOI[0].numel()
-    grid = (len(out_EOI), min(PROGRAMS, triton.cdiv(size, BLOCK)))
+    grid = (len(out_EOI), min(PROGRAMS, cdiv(size, BLOCK)))
     zero_empty_kernel[grid](out_EOI, ends_E, size, BLOCK)
     return out_EOI

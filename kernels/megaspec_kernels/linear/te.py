@@ -7,10 +7,10 @@ looks at shapes and not at strides, so everything that goes in lies in one piece
 
 # M tokens, I inputs, O outputs
 
-import torch
 from torch import Tensor
 
 from megaspec_kernels.linear import torch as plain
+from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.te_package import transformer_engine
 
 
@@ -52,7 +52,7 @@ def add_weight_gradient(into_OI: Tensor, grad_out: Tensor, x: Tensor, *, overwri
 
 
 # Operations of their own, which torch.compile leaves whole: it can't trace what lies below.
-@torch.library.custom_op("megaspec::te_linear_forward", mutates_args=())
+@operation("megaspec::te_linear_forward")
 def _forward(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     y_MO, *_ = transformer_engine().general_gemm(
         weight_OI.contiguous(), _matrix(x), out_dtype=x.dtype, layout="TN", bias=bias_O
@@ -60,12 +60,12 @@ def _forward(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return y_MO.view(*x.shape[:-1], weight_OI.shape[0])
 
 
-@_forward.register_fake
+@fake_of(_forward)
 def _(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
 
 
-@torch.library.custom_op("megaspec::te_linear_input_gradient", mutates_args=())
+@operation("megaspec::te_linear_input_gradient")
 def _input_gradient(grad_out: Tensor, weight_OI: Tensor) -> Tensor:
     grad_MI, *_ = transformer_engine().general_gemm(
         weight_OI.contiguous(), _matrix(grad_out), out_dtype=grad_out.dtype, layout="NN", grad=True
@@ -73,12 +73,12 @@ def _input_gradient(grad_out: Tensor, weight_OI: Tensor) -> Tensor:
     return grad_MI.view(*grad_out.shape[:-1], weight_OI.shape[1])
 
 
-@_input_gradient.register_fake
+@fake_of(_input_gradient)
 def _(grad_out: Tensor, weight_OI: Tensor) -> Tensor:
     return grad_out.new_empty(*grad_out.shape[:-1], weight_OI.shape[1])
 
 
-@torch.library.custom_op("megaspec::te_linear_weight_gradient", mutates_args=())
+@operation("megaspec::te_linear_weight_gradient")
 def _weight_gradient(grad_out: Tensor, x: Tensor) -> Tensor:
     grad_OI, *_ = transformer_engine().general_gemm(
         _matrix(x), _matrix(grad_out), out_dtype=x.dtype, layout="NT", grad=True
@@ -86,7 +86,7 @@ def _weight_gradient(grad_out: Tensor, x: Tensor) -> Tensor:
     return grad_OI
 
 
-@_weight_gradient.register_fake
+@fake_of(_weight_gradient)
 def _(grad_out: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(grad_out.shape[-1], x.shape[-1])
 

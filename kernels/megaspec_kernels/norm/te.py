@@ -12,6 +12,7 @@ from torch import Tensor
 from megaspec_kernels.norm import reference
 from megaspec_kernels.norm.form import Normed, NormForm, decoded
 from megaspec_kernels.norm.reference import add
+from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.te_package import transformer_engine
 
 # SMs that its kernels leave to others.
@@ -76,7 +77,7 @@ def _gradients(ctx, grad_stream: Tensor | None, grad: Tensor) -> tuple[Tensor, T
 
 
 # Operations of their own, which torch.compile leaves whole.
-@torch.library.custom_op("megaspec::te_norm_forward", mutates_args=())
+@operation("megaspec::te_norm_forward")
 def _te_norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, code: str) -> tuple[Tensor, Tensor, Tensor]:
     """-> normed; of its rows the mean, empty where none is taken off, and 1 / std, in fp32."""
     form = decoded(code)
@@ -98,7 +99,7 @@ def _te_norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, code
     return y.view(x.shape), mean, deviation
 
 
-@_te_norm_forward.register_fake
+@fake_of(_te_norm_forward)
 def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, code: str) -> tuple[Tensor, Tensor, Tensor]:
     M = x.numel() // x.shape[-1]
     of_rows = x.new_empty(M, dtype=torch.float32)
@@ -106,7 +107,7 @@ def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, code: str) -> tuple
     return x.new_empty(x.shape), mean, of_rows
 
 
-@torch.library.custom_op("megaspec::te_norm_backward", mutates_args=())
+@operation("megaspec::te_norm_backward")
 def _te_norm_backward(
     grad: Tensor,
     grad_stream: Tensor | None,
@@ -140,7 +141,7 @@ def _te_norm_backward(
     return d_x.view(x.shape), d_weight, d_weight.new_empty(0)
 
 
-@_te_norm_backward.register_fake
+@fake_of(_te_norm_backward)
 def _(
     grad: Tensor,
     grad_stream: Tensor | None,

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
+from megaspec_kernels.grid import cdiv, next_power_of_2
 from megaspec_kernels.norm.form import Normed, NormForm, decoded
+from megaspec_kernels.operation import fake_of, operation
 
 try:
     import triton
@@ -493,7 +495,7 @@ class Tile(NamedTuple):
 def tile_of(D: int, *, least: int) -> Tile:
     """Rows of D features, of at least so many in all."""
     assert D <= WIDEST, f"norms of {D} features, one program takes {WIDEST}: kernels.norm=reference takes any"
-    features = triton.next_power_of_2(D)
+    features = next_power_of_2(D)
     rows = max(1, least // features)
     return Tile(rows, features, min(16, max(1, rows * features // FEATURES_OF_A_WARP)))
 
@@ -512,7 +514,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.library.custom_op("megaspec::norm_forward", mutates_args=())
+@operation("megaspec::norm_forward")
 def norm_forward(
     x: Tensor,
     term: Tensor | None,
@@ -531,7 +533,7 @@ def norm_forward(
     if x.numel() == 0:
         return total, y, statistics
     tile = tile_of(D, least=FEATURES)
-    norm_fwd_kernel[(triton.cdiv(M, tile.rows),)](
+    norm_fwd_kernel[(cdiv(M, tile.rows),)](
         x,
         # of what there isn't nothing is read: any address serves
         x if term is None else term.contiguous(),
@@ -555,7 +557,7 @@ def norm_forward(
     return total, y, statistics
 
 
-@norm_forward.register_fake
+@fake_of(norm_forward)
 def _(
     x: Tensor,
     term: Tensor | None,
@@ -579,7 +581,7 @@ def _n_statistics(code: str) -> int:
     return 2 if decoded(code).kind == "layer" else 1
 
 
-@torch.library.custom_op("megaspec::norm_backward", mutates_args=())
+@operation("megaspec::norm_backward")
 def norm_backward(
     grad: Tensor,
     grad_stream: Tensor | None,
@@ -600,7 +602,7 @@ def norm_backward(
     if x.numel() == 0:
         return grad_x, grad_term, grad_vectors.zero_()
     tile = tile_of(D, least=FEATURES)
-    programs = min(triton.cdiv(M, tile.rows), PROGRAMS * _processors(x.device))
+    programs = min(cdiv(M, tile.rows), PROGRAMS * _processors(x.device))
     partial = torch.empty(vectors, programs, D, dtype=torch.float32, device=x.device)
     norm_bwd_kernel[(programs,)](
         grad,
@@ -626,13 +628,13 @@ def norm_backward(
         num_warps=tile.warps,
     )
     if vectors:
-        norm_sums_kernel[(triton.cdiv(D, SUMS_FEATURES), vectors)](
+        norm_sums_kernel[(cdiv(D, SUMS_FEATURES), vectors)](
             partial, grad_vectors, programs, D, SUMS_ROWS, SUMS_FEATURES, num_warps=4
         )
     return grad_x, grad_term, grad_vectors
 
 
-@norm_backward.register_fake
+@fake_of(norm_backward)
 def _(
     grad: Tensor,
     grad_stream: Tensor | None,
@@ -687,9 +689,9 @@ def norm_forward_in_fp8(
     statistics = x.new_empty(_n_statistics(code), M, dtype=torch.float32)
     written = empty_pair(x, M, D, known.dtype, columns=columns)
     tile = FP8_TILE if columns else FP8_ROWS_TILE
-    while tile.rows > 16 and triton.cdiv(M, tile.rows) < _processors(x.device):
+    while tile.rows > 16 and cdiv(M, tile.rows) < _processors(x.device):
         tile = tile._replace(rows=tile.rows // 2)
-    features = min(tile.features, triton.next_power_of_2(D))
+    features = min(tile.features, next_power_of_2(D))
     # of what there isn't nothing is read: any address serves
     term = x if term is None else term.contiguous()
     weight = x if weight is None else weight
@@ -717,7 +719,7 @@ def norm_forward_in_fp8(
     for one in (source, weight, bias):
         in_pairs = in_pairs and one.dtype == torch.bfloat16 and one.data_ptr() % 16 == 0
     if in_pairs:
-        norm_fwd_fp8_pairs_kernel[(triton.cdiv(M, tile.rows),)](
+        norm_fwd_fp8_pairs_kernel[(cdiv(M, tile.rows),)](
             x,
             term,
             total,
@@ -743,7 +745,7 @@ def norm_forward_in_fp8(
             num_warps=tile.warps,
         )
         return NormInFp8(total, written, statistics)
-    norm_fwd_fp8_kernel[(triton.cdiv(M, tile.rows),)](
+    norm_fwd_fp8_kernel[(cdiv(M, tile.rows),)](
         x,
         term,
         weight,

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
+from megaspec_kernels.grid import cdiv, next_power_of_2
+from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.rope.form import Heads, Turned, values_of
 
 try:
@@ -472,10 +474,10 @@ def _angles(cos: Tensor, sin: Tensor, B: int, T: int) -> _Angles:
 
 def _half_block(heads: Heads) -> int:
     """Features of a block that holds half a head."""
-    return triton.next_power_of_2((heads.size + 1) // 2)
+    return next_power_of_2((heads.size + 1) // 2)
 
 
-@torch.library.custom_op("megaspec::rope_forward", mutates_args=())
+@operation("megaspec::rope_forward")
 def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int) -> tuple[Tensor, Tensor]:
     """[B, T, C] -> queries [B, T, N, H] and keys [B, T, K, H], turned. The last three: Heads."""
     assert qkv.dtype != torch.float64, "the kernel computes in fp32"
@@ -490,7 +492,7 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int,
     angles = _angles(cos, sin, B, T)
     block = _half_block(heads)
     rows = max(1, BLOCK // block)
-    rope_fwd_kernel[(triton.cdiv(M, rows), _units(heads, angles.d_rotary, values=False))](
+    rope_fwd_kernel[(cdiv(M, rows), _units(heads, angles.d_rotary, values=False))](
         qkv.contiguous(),
         q,
         k,
@@ -509,7 +511,7 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int,
     return q, k
 
 
-@rope_forward.register_fake
+@fake_of(rope_forward)
 def _(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int) -> tuple[Tensor, Tensor]:
     B, T, _ = qkv.shape
     return qkv.new_empty(B, T, queries, size), qkv.new_empty(B, T, keys, size)
@@ -550,7 +552,7 @@ def _in_one_piece(grad: Tensor) -> Tensor:
     return grad.as_strided(grad.shape, (*strides[:3], 1))
 
 
-@torch.library.custom_op("megaspec::rope_backward", mutates_args=())
+@operation("megaspec::rope_backward")
 def rope_backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[B, T, N, H], [B, T, K, H] twice -> [B, T, C]"""
     heads = _heads_of(grad_q, grad_k)
@@ -563,7 +565,7 @@ def rope_backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, s
     angles = _angles(cos, sin, B, T)
     block = _half_block(heads)
     rows = max(1, BLOCK // block)
-    rope_bwd_kernel[(triton.cdiv(M, rows), _units(heads, angles.d_rotary, values=True))](
+    rope_bwd_kernel[(cdiv(M, rows), _units(heads, angles.d_rotary, values=True))](
         *lying.grads,
         out,
         angles.cos,
@@ -585,7 +587,7 @@ def rope_backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, s
     return out
 
 
-@rope_backward.register_fake
+@fake_of(rope_backward)
 def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return grad_q.new_empty(*grad_q.shape[:2], _heads_of(grad_q, grad_k).width)
 
@@ -615,7 +617,7 @@ def rope_backward_in_fp8(
     if in_pairs and lying.per == 8 and grad_q.dtype == torch.bfloat16:
         tile = TILES[block]
         is_even = M % tile.rows == 0 and angles.d_rotary == heads.size == 2 * block
-        rope_bwd_fp8_pairs_kernel[(triton.cdiv(M, tile.rows), units)](
+        rope_bwd_fp8_pairs_kernel[(cdiv(M, tile.rows), units)](
             *(grad.view(torch.int32) for grad in lying.grads),
             written.rows.view(torch.int16),
             written.columns.view(torch.int32),
@@ -641,7 +643,7 @@ def rope_backward_in_fp8(
         )
         return written
     rows = max(16, min(64, SMALL_BLOCK // block))
-    rope_bwd_fp8_kernel[(triton.cdiv(M, rows), units)](
+    rope_bwd_fp8_kernel[(cdiv(M, rows), units)](
         *lying.grads,
         written.rows.view(torch.uint8),
         written.columns.view(torch.uint8),

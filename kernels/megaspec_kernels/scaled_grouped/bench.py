@@ -43,7 +43,7 @@ class Factors:
         def by_row(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
             if not by_rows:
                 values, _, scale = by_group(x, groups)
-                return values, scale_of_rows(scale, groups.ends, groups.rows)
+                return values, scale_of_rows(scale, groups)
             scale = scale_of(cast.amax(x, block=(1, None)), E4M3)
             return cast.cast(x, scale, block=(1, None), dtype=E4M3)[0], scale
 

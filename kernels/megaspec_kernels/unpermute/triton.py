@@ -5,6 +5,8 @@
 import torch
 from torch import Tensor
 
+from megaspec_kernels.grid import cdiv, next_power_of_2
+
 try:
     import triton
     import triton.language as tl
@@ -49,13 +51,13 @@ def unpermute(y_RD: Tensor, place_Mk: Tensor, kept_Mk: Tensor | None) -> Tensor:
     out = y_RD.new_empty(M, D)
     if out.numel() == 0 or out.is_meta:
         return out
-    block = min(BLOCK, triton.next_power_of_2(D))
+    block = min(BLOCK, next_power_of_2(D))
     place_Mk = place_Mk.contiguous()
     # without dropped choices the kernel does not read it, and any address serves
     kept_bytes = place_Mk
     if kept_Mk is not None:
         kept_bytes = kept_Mk.contiguous().view(torch.uint8)
-    unpermute_kernel[(M, triton.cdiv(D, block))](
+    unpermute_kernel[(M, cdiv(D, block))](
         y_RD.contiguous(),
         place_Mk,
         kept_bytes,

@@ -73,16 +73,20 @@ class Fp8Experts(Fp8Linear):
         rows: bool = True,
         columns: bool = True,
         index_R: Tensor | None = None,
+        is_full: bool = False,
     ) -> Fp8Pair:
         """Rows as they lie [R, I], and in columns [I, P], in the layouts that are asked for; scales [E or 1, 1], or in
         rows [R, 1] and in columns [E, I].
 
-        `index_R`: which row of x, [M, I], each is; see group_cast in fp8_cast/reference_groups.py.
+        `index_R`: which row of x, [M, I], each is; see group_cast in fp8_cast/reference_groups.py. `is_full`: every row
+        is one of x's.
         """
+        if index_R is not None and self.known(role) is None:
+            # another pass comes before the cast, so that nothing is gathered on the way to that
+            x = _gathered(x, index_R, is_full=is_full)
+            index_R = None
         if self.shares_tensors:
             return self._of_tensors(x, role, groups, rows=rows, columns=columns, index_R=index_R)
-        if index_R is not None:
-            x = _gathered(x, index_R)
         in_rows = None
         in_columns = None
         if rows:
@@ -102,9 +106,6 @@ class Fp8Experts(Fp8Linear):
         """By scales of whole tensors: a pass for the cast, and one before it where none is known."""
         known = self.known(role)
         if known is None:
-            if index_R is not None:
-                x = _gathered(x, index_R)
-                index_R = None
             scale = self._own_scale(self.form.cast.group_amax(x, groups.ends), role, _TENSOR)
             copy = None
         else:
@@ -159,7 +160,7 @@ class Fp8Experts(Fp8Linear):
             return self._quantised_at_once(weight)
         if self.gathered is not None:
             values, scale_E = self.gathered
-            return self._of_matrices(values, self.columns(values), scale_E)
+            return self._of_matrices(values, self.columns(values), scale_E, self._of_outputs(scale_E, values))
         in_rows = self._by_row(weight, "weight")
         ends_E = self._ends_of_weight(weight)
         amax_EI = self.form.cast.group_amax(weight, ends_E, by_column=True)
@@ -176,26 +177,27 @@ class Fp8Experts(Fp8Linear):
         """Matrices with a scale each: one pass writes both layouts, since all rows of an expert share its scale."""
         amax_E = self.form.cast.group_amax(weight, self._ends_of_weight(weight))
         scale_E = self._own_scale(amax_E, "weight", _TENSOR)
-        n_out = weight.shape[0] // self.n_experts
-        scale_R = scale_E.expand(-1, n_out).reshape(-1, 1)
+        of_outputs = self._of_outputs(scale_E, weight)
         values, columns = self.form.cast.cast(
-            weight, scale_R, block=_ROW, dtype=self.form.dtype("weight"), rows=True, columns=True
+            weight, of_outputs.view(-1, 1), block=_ROW, dtype=self.form.dtype("weight"), rows=True, columns=True
         )
-        return self._of_matrices(values, columns, scale_E)
+        return self._of_matrices(values, columns, scale_E, of_outputs)
 
-    def _of_matrices(self, values: Tensor, columns: Tensor, scale_E: Tensor) -> Fp8Pair:
-        """Matrices in both layouts, [E·O, I] and [I, E·O], with a scale each, [E, 1]."""
-        E = self.n_experts
-        n_out = values.shape[0] // E
+    def _of_outputs(self, scale_E: Tensor, weight: Tensor) -> Tensor:
+        """Of each output of a matrix its scale, [E, 1] -> [E, O]."""
+        return scale_E.expand(self.n_experts, weight.shape[0] // self.n_experts).contiguous()
+
+    def _of_matrices(self, values: Tensor, columns: Tensor, scale_E: Tensor, of_outputs: Tensor) -> Fp8Pair:
+        """Matrices in both layouts, [E·O, I] and [I, E·O], with a scale each, [E, 1], and that of each output."""
         # of each output and of each input, as grouped products take them: not made anew for each of a step's products
-        of_outputs = scale_E.expand(E, n_out).contiguous()
-        of_inputs = scale_E.expand(E, values.shape[1]).contiguous()
+        of_inputs = scale_E.expand(self.n_experts, values.shape[1]).contiguous()
         return Fp8Pair(Fp8Tensor(values, of_outputs), Fp8Tensor(columns, of_inputs))
 
     def _ends_of_weight(self, weight: Tensor) -> Tensor:
         """Where the rows of each expert's matrix end, int32 [E]."""
-        n_out = weight.shape[0] // self.n_experts
-        return torch.arange(1, self.n_experts + 1, device=weight.device, dtype=torch.int32) * n_out
+        outputs = weight.shape[0]
+        n_out = outputs // self.n_experts
+        return torch.arange(n_out, outputs + 1, n_out, device=weight.device, dtype=torch.int32)
 
     def _own_scale(self, amax: Tensor, role: Role, block: Block) -> Tensor:
         """Of the largest elements of blocks, over the ranks that hold parts of one."""
@@ -245,12 +247,14 @@ class Fp8Experts(Fp8Linear):
     def _scale_of_rows(self, x: Fp8Tensor, groups: Groups) -> Tensor:
         """[R or 1, 1]"""
         if self.shares_tensors:
-            return scale_of_rows(x.scale, groups.ends, groups.rows)
+            return scale_of_rows(x.scale, groups)
         return x.scale
 
 
-def _gathered(x: Tensor, index_R: Tensor) -> Tensor:
-    """[M, I] -> [R, I]; zeros where the index is negative."""
+def _gathered(x: Tensor, index_R: Tensor, *, is_full: bool) -> Tensor:
+    """[M, I] -> [R, I]; zeros where the index is negative, which it is nowhere where it `is_full`."""
+    if is_full:
+        return x[index_R]
     return torch.where(index_R[:, None] >= 0, x[index_R.clamp(min=0)], 0)
 
 

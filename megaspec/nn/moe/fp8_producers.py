@@ -26,7 +26,7 @@ class PermuteIntoFp8Op(torch.autograd.Function):
         # see nn/fp8_producers.py, note "Gradients that are none"; the carrier always has one
         ctx.set_materialize_grads(False)
         ctx.rows = rows
-        pair = layer_of(ticket).quantise_rows(x_MD, "input", groups, index_R=token_R)
+        pair = layer_of(ticket).quantise_rows(x_MD, "input", groups, index_R=token_R, is_full=rows.filled is None)
         written = (pair.rows.values, pair.columns.values, pair.rows.scale)
         ctx.mark_non_differentiable(*written)
         return carrier_of(x_MD, groups.rows, x_MD.shape[1]), *written
@@ -47,13 +47,16 @@ class UnpermuteBehindFp8Op(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_RD, slot_rows, slot_columns, slot_scale, rows, token_R, groups, ticket):
         ctx.token_R = token_R
+        ctx.is_full = rows.filled is None
         ctx.groups = groups
         ctx.ticket = ticket
         return to_tokens(y_RD, rows)
 
     @staticmethod
     def backward(ctx, grad_MD):
-        pair = layer_of(ctx.ticket).quantise_rows(grad_MD, "gradient", ctx.groups, index_R=ctx.token_R)
+        pair = layer_of(ctx.ticket).quantise_rows(
+            grad_MD, "gradient", ctx.groups, index_R=ctx.token_R, is_full=ctx.is_full
+        )
         return None, pair.rows.values, pair.columns.values, pair.rows.scale, None, None, None, None
 
 

@@ -176,9 +176,9 @@ class Router(Linear, ByPosition):
         weights_BTk = self._weights(logits_BTE, experts_BTk)
         keep_BTk = self._kept(experts_BTk, weights_BTk.detach(), context)
         if context.aux_weight is not None:
-            losses, seen = self._balance(logits_BTE, experts_BTk, keep_BTk, context)
+            loss, seen = self._balance(logits_BTE, experts_BTk, keep_BTk, context)
             if logits_BTE.requires_grad:
-                weights_BTk = attach(weights_BTk, losses.sum(), weight=context.aux_weight, seen=seen, sums=self.sums)
+                weights_BTk = attach(weights_BTk, loss, weight=context.aux_weight, seen=seen, sums=self.sums)
             else:
                 self._count(seen, context)
         keep_Mk = None
@@ -303,6 +303,8 @@ class Router(Linear, ByPosition):
             weights_BTk = self._scores(logits_BTE).gather(-1, experts_BTk)
             if self.spec.norm_top_k:
                 weights_BTk = weights_BTk / (weights_BTk.sum(-1, keepdim=True) + _SUM_EPS)
+        if self.spec.scale == 1.0:
+            return weights_BTk
         return weights_BTk * self.spec.scale
 
     @torch.no_grad()
@@ -325,21 +327,46 @@ class Router(Linear, ByPosition):
     def _balance(
         self, logits_BTE: Tensor, experts_BTk: Tensor, keep_BTk: Tensor | None, context: SequenceContext
     ) -> tuple[Tensor, Tensor]:
-        """This rank's shares of the micro batch's LOSSES, [4], and what it adds to `sums`.
+        """This rank's share of the micro batch's losses, a scalar, and what it adds to `sums`."""
+        probabilities_BTE = self._probabilities(logits_BTE)
+        chosen_BE = load(experts_BTk, self.moe.n_experts)
+        plain_BE = chosen_BE
+        if self.expert_bias is not None or self.spec.n_groups is not None or self.spec.balancing == "sinkhorn":
+            plain_BE = load(logits_BTE.detach().topk(self.moe.top_k).indices, self.moe.n_experts)
+        loss = logits_BTE.new_zeros(())
+        losses_4 = None
+        if self.spec.losses or self.spec.z_loss > 0:
+            losses_4 = self._losses(logits_BTE, probabilities_BTE, plain_BE, context.length)
+            loss = losses_4.sum()
+        with torch.no_grad():
+            # written part by part: put together they would take three times the operations, each of which is a launch
+            vector = logits_BTE.new_zeros(self.sums.shape, dtype=torch.float64)
+            seen = self.read(vector)
+            seen.tokens.copy_(chosen_BE.sum(0))
+            if plain_BE is chosen_BE:
+                seen.plain.copy_(seen.tokens)
+            else:
+                seen.plain.copy_(plain_BE.sum(0))
+            if keep_BTk is not None:
+                seen.drops.copy_(load(experts_BTk, self.moe.n_experts, ~keep_BTk).sum(0))
+            seen.micro_batches.copy_(logits_BTE.new_full((), logits_BTE.shape[1] / context.length))
+            seen.entropy.copy_(torch.special.entr(probabilities_BTE).sum())
+            if losses_4 is not None:
+                seen.losses.copy_(losses_4)
+        return loss, vector
+
+    def _losses(self, logits_BTE: Tensor, probabilities_BTE: Tensor, plain_BE: Tensor, sequence_length: int) -> Tensor:
+        """This rank's shares of the micro batch's LOSSES, [4]. `plain_BE`: who would choose each expert, without bias
+        and groups.
 
         A balancing loss is coefficient · E · Σ f P, with f the share of choices that an expert got in whatever the loss
         is named after, and P its mean probability. f has no gradient and is known here in full, so the loss is linear
         in P, whose mean over the micro batch is a sum over ranks. The global batch's f is known only when its last
         micro batch has been routed: that of the one before is taken.
         """
-        B, T, E = logits_BTE.shape
+        B, _, E = logits_BTE.shape
         k = self.moe.top_k
-        S = context.length
-        probabilities_BTE = self._probabilities(logits_BTE)
-        chosen_BE = load(experts_BTk, E)
-        plain_BE = chosen_BE
-        if self.expert_bias is not None or self.spec.n_groups is not None or self.spec.balancing == "sinkhorn":
-            plain_BE = load(logits_BTE.detach().topk(k).indices, E)
+        S = sequence_length
         kinds = {loss.kind: loss.coefficient for loss in self.spec.losses}
         losses = dict.fromkeys(LOSSES, logits_BTE.new_zeros(()))
         # f of each loss: [E], by sequences [B, E]
@@ -348,26 +375,12 @@ class Router(Linear, ByPosition):
             whole_BE = self.tokens.sum(plain_BE).to(logits_BTE.dtype)
             shares["aux"] = whole_BE.sum(0) / (B * S * k)
             shares["seq_aux"] = whole_BE / (S * k)
-        # P: this rank's tokens over all tokens of the micro batch, summed over sequences where f is of all of them
-        mean_BE = probabilities_BTE.sum(1) / (B * S)
-        for kind, coefficient in kinds.items():
-            losses[kind] = coefficient * E * (shares[kind] * mean_BE).sum()
+        if kinds:
+            # P: this rank's tokens over all tokens of the micro batch, summed over sequences where f is of all of them
+            mean_BE = probabilities_BTE.sum(1) / (B * S)
+            for kind, coefficient in kinds.items():
+                losses[kind] = coefficient * E * (shares[kind] * mean_BE).sum()
         if self.spec.z_loss > 0:
             # the mean over tokens of logsumexp² (Zoph et al. 2022)
             losses["z"] = self.spec.z_loss * logits_BTE.logsumexp(-1).square().sum() / (B * S)
-        losses_4 = torch.stack([losses[kind] for kind in LOSSES])
-        with torch.no_grad():
-            drops_BE = torch.zeros_like(chosen_BE)
-            if keep_BTk is not None:
-                drops_BE = load(experts_BTk, E, ~keep_BTk)
-            # in the order of StepSums, in which `read` takes them apart
-            parts = (
-                chosen_BE.sum(0),
-                plain_BE.sum(0),
-                drops_BE.sum(0),
-                logits_BTE.new_full((1,), T / S),
-                torch.special.entr(probabilities_BTE).sum().view(1),
-                losses_4,
-            )
-            seen = torch.cat([part.to(torch.float64) for part in parts])
-        return losses_4, seen
+        return torch.stack([losses[kind] for kind in LOSSES])

@@ -99,14 +99,14 @@ def sorted_rows(experts_Mk: Tensor, keep_Mk: Tensor | None, n_experts: int, *, u
     # of two bytes, since a sort takes its time byte by byte; stable, for the earlier token
     ordered_R, choice_R = expert_C.to(torch.int16).sort(stable=True)
     numbers_E = torch.arange(n_experts, dtype=torch.int16, device=expert_C.device)
-    ends_E = torch.searchsorted(ordered_R, numbers_E, right=True)
+    ends_E = torch.searchsorted(ordered_R, numbers_E, right=True, out_int32=True)
     # the inverse permutation
     row_R = torch.arange(choice_R.shape[0], device=choice_R.device)
     place_C = torch.empty_like(choice_R).scatter(0, choice_R, row_R)
     return Rows(
         choice=choice_R,
         place=place_C.view_as(experts_Mk),
-        ends=ends_E.to(torch.int32),
+        ends=ends_E,
         kernel=unpermute,
         whole=keep_Mk is None,
     )

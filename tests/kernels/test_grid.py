@@ -1,0 +1,15 @@
+"""Sizes of grids: ours are Triton's, at less of the host's time."""
+
+import pytest
+
+from megaspec_kernels.grid import cdiv, next_power_of_2
+
+triton = pytest.importorskip("triton")
+
+
+def test_they_are_tritons():
+    for size in range(1, 1030):
+        assert next_power_of_2(size) == triton.next_power_of_2(size)
+        for block in (1, 7, 64, 4096):
+            assert cdiv(size, block) == triton.cdiv(size, block)
+    assert cdiv(0, 64) == triton.cdiv(0, 64) == 0

@@ -1,0 +1,83 @@
+"""Operations: what torch.library.custom_op refuses is refused, and the compiler takes them whole."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspec_kernels.operation import fake_of, operation
+
+
+@operation("megaspec_tests::doubled")
+def doubled(x: Tensor, times: int) -> Tensor:
+    """Nothing that the compiler could trace: it branches by what is in memory."""
+    if x.tolist()[0] < 0:
+        return torch.zeros_like(x)
+    return x * 2**times
+
+
+@fake_of(doubled)
+def _(x: Tensor, times: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+@operation("megaspec_tests::put", mutates_args=("into",))
+def put(into: Tensor, x: Tensor) -> None:
+    into.copy_(x)
+
+
+@fake_of(put)
+def _(into: Tensor, x: Tensor) -> None:
+    pass
+
+
+@operation("megaspec_tests::itself")
+def itself(x: Tensor) -> Tensor:
+    return x.view(-1)
+
+
+def test_the_compiler_takes_it_whole():
+    def function(x: Tensor, into: Tensor) -> Tensor:
+        put(into, x + 1)
+        return doubled(into, times=1) + doubled(x, 2)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    x = torch.arange(1.0, 4.0)
+    into = torch.full((3,), float("nan"))
+    assert torch.equal(compiled(x, into), (x + 1) * 2 + x * 4)
+    assert torch.equal(into, x + 1)
+    assert not compiled(-x, into)[0] > 0
+    tags = torch._C.Tag
+    assert tags.pt2_compliant_tag in doubled.tags
+
+
+@pytest.mark.parametrize("one", [doubled, put])
+def test_it_is_what_it_says(one):
+    x = torch.arange(1.0, 4.0)
+    args = (x, 1) if one is doubled else (torch.zeros(3), x)
+    torch.library.opcheck(one, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_its_result_is_no_part_of_an_argument():
+    with pytest.raises(RuntimeError, match=r"megaspec_tests::itself .*alias any inputs"):
+        itself(torch.zeros(3))
+
+
+def test_it_has_no_gradient():
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"megaspec_tests::doubled has no gradient: call it in an autograd.Function"):
+        doubled(x, 1)
+    with torch.no_grad():
+        assert torch.equal(doubled(x, 1), torch.full((3,), 2.0))
+
+
+def test_it_is_made_anew_where_its_module_is_read_again():
+    @operation("megaspec_tests::read_again")
+    def first(x: Tensor) -> Tensor:
+        return x + 1
+
+    @operation("megaspec_tests::read_again")
+    def second(x: Tensor) -> Tensor:
+        return x + 2
+
+    fake_of(second)(torch.empty_like)
+    assert second(torch.zeros(1)).item() == 2
