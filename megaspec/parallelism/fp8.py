@@ -262,8 +262,8 @@ def _have_experts_write(layer: Layer, recomputed: frozenset[str]) -> None:
         if type(experts) is not Experts or not experts.is_in_fp8 or not experts.shares_scales:
             continue
         experts.writes_fp8 = experts.activation.writer is not None
-        # otherwise what is gathered is weighted before it is quantised
-        experts.moves_fp8 = experts.weights_on != "inputs"
+        # rows that other ranks send are there in the model's format; those that are weighted are so before the cast
+        experts.moves_fp8 = mixer.dispatch.hands_tokens and experts.weights_on != "inputs"
 
 
 def _have_gate_write(mixer: Gated, recomputed: frozenset[str]) -> None:
