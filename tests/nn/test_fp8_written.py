@@ -120,7 +120,7 @@ OF_EXPERTS = {
     "an activation of its own": (
         replace(_EXPERTS, also=(("parallelism.recompute", {"kind": "selective", "parts": ["activation"]}),)),
         set(),
-        False,
+        True,
     ),
 }
 
@@ -392,7 +392,7 @@ def test_the_plan_knows_who_writes(case: Case) -> None:
 def cases(draw: st.DrawFn) -> Case:
     """Layers of any kind, with experts on ranks of any kind."""
     recipe = draw(st.sampled_from(["delayed", "delayed", "tensorwise"]))
-    parts = st.sets(st.sampled_from(["norm", "activation", "mlp", "core_attention"]), min_size=1)
+    parts = st.sets(st.sampled_from(["norm", "activation", "mlp", "moe", "core_attention"]), min_size=1)
     recompute: dict[str, Any] = {"kind": draw(st.sampled_from(["none", "full", "selective"]))}
     if recompute["kind"] == "selective":
         recompute["parts"] = sorted(draw(parts))
