@@ -180,6 +180,41 @@ class Vector:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """One parameter of a linear layer, or a vector."""
+
+    name: str
+    """From the layer on: `attn.wqkv.weight`."""
+    of: Linear | Vector
+    is_bias: bool = False
+    """The linear layer's."""
+
+    @property
+    def is_frozen(self) -> bool:
+        if self.is_bias:
+            return self.of.is_bias_frozen
+        return self.of.is_frozen
+
+    @property
+    def is_matrix(self) -> bool:
+        """A linear layer multiplies by it."""
+        return isinstance(self.of, Linear) and not self.is_bias
+
+    @property
+    def is_expert(self) -> bool:
+        return isinstance(self.of, Linear) and self.of.tokens == "routed"
+
+    def shape_on(self, degrees: Degrees) -> tuple[int, ...]:
+        """On the rank that has most. Experts' matrices lie one below the other."""
+        if isinstance(self.of, Vector):
+            return (self.of.on(degrees),)
+        rows = self.of.matrices_on(degrees) * sum(width.on(degrees) for width in self.of.outputs)
+        if self.is_bias:
+            return (rows,)
+        return rows, self.of.inputs.on(degrees)
+
+
+@dataclass(frozen=True)
 class Table:
     """Rows by token id or by position: [rows, width]."""
 
@@ -392,6 +427,23 @@ class PartFacts:
     """The largest gradient of an activation that its backward pass holds at once, as features of a token."""
     runs_backward: bool = True
     """Something before its last operation is trained, so that the backward pass goes through those before that."""
+
+    @property
+    def weights(self) -> Iterator[Weight]:
+        """Those of its linear layers and its vectors that are parameters, in the order of the modules: a module's own
+        come before those of modules in it, and norms inside of a mixer behind its linear layers."""
+        around = {linear.name.rpartition(".")[0] for linear in self.linears}
+        vectors = [vector for vector in self.vectors if vector.is_trained]
+        for vector in vectors:
+            if vector.module in around:
+                yield Weight(vector.name, vector)
+        for linear in self.linears:
+            yield Weight(f"{linear.name}.weight", linear)
+            if linear.bias:
+                yield Weight(f"{linear.name}.bias", linear, is_bias=True)
+        for vector in vectors:
+            if vector.module not in around:
+                yield Weight(vector.name, vector)
 
     def rows(self, prefix: str) -> Iterator[Row]:
         """Its placement; `prefix` stands before each module's name: `layers.*.`."""

@@ -145,7 +145,11 @@ def kept_tensors(run: LayerRun, layer: LayerFacts) -> tuple[KeptTensor, ...]:
 
 
 def _sized(kept: Kept, run: LayerRun, layer: LayerFacts) -> KeptTensor:
-    return KeptTensor(kept.what, run.kept_bytes(kept, layer), kept.freed_by, kept.is_routed)
+    freed_by = kept.freed_by
+    if kept.what in layer.fp8_inputs:
+        # the product keeps what it has quantised: an activation alone makes again what that was made from
+        freed_by = tuple(part for part in freed_by if part != "activation")
+    return KeptTensor(kept.what, run.kept_bytes(kept, layer), freed_by, kept.is_routed)
 
 
 def _core(run: LayerRun, attention: AttentionProducts, *, in_fp8: bool) -> Iterator[KeptTensor]:

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from megaspec.core.part_facts import AttentionProducts, Linear, Routing
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.layer_run import LayerRun, context_split, layer_run
-from megaspec.estimate.parameters import rank_parameters
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.step_communication import step_collectives
 from megaspec.estimate.topology import Collective, CollectiveKind, Phase, Topology, topology_of
@@ -63,7 +62,7 @@ def _rank_collectives(recipe: Recipe, hardware: Hardware | None, rank: int) -> t
             found[replace(one, times=1)] += one.times * shape.micro_batches
     for one in transfers(recipe, topology, shape, rank):
         found[replace(one, times=1)] += one.times
-    for one in step_collectives(recipe, topology, rank, rank_parameters(recipe, rank)):
+    for one in step_collectives(recipe, topology, rank):
         found[replace(one, times=1)] += one.times
     return tuple(replace(one, times=times) for one, times in found.items())
 

@@ -1,18 +1,16 @@
 """Memory of what ranks send each other: gathered weights, gradients that are made or on their way, blocks of keys and
 values, what stages send. At the moments at which a rank's memory may be at its peak.
 
-Sizes are numbers of weights until they are multiplied with the bytes of one: run.width of a weight in the model's
-format, run.wide of a gradient in at least fp32.
+Sizes are numbers of weights, with what pads their buffers, until they are multiplied with the bytes of one: run.width
+of a weight in the model's format, run.wide of a gradient in at least fp32.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+from megaspec.estimate.buckets import StageBuckets
 from megaspec.estimate.layer_run import LayerRun
-from megaspec.estimate.parameters import layer_weights, trained_weights
-from megaspec.estimate.trained import gathers_fp8
-from megaspec.nn.layer.facts import LayerFacts, WeightCount
+from megaspec.nn.layer.facts import LayerFacts
 from megaspec.nn.model_facts import ModelFacts
 from megaspec.recipe import Recipe
 
@@ -42,6 +40,7 @@ class ExchangeMemory:
     contents: StageContents
     messages: int
     """Of stages to each other that it holds."""
+    buckets: StageBuckets
 
     @cached_property
     def before(self) -> int:
@@ -51,12 +50,12 @@ class ExchangeMemory:
             return 0
         if self._waits_to_the_end:
             if self.contents.has_head and not self.facts.is_tied:
-                return self.run.wide * self._trained_head
+                return self.run.wide * self.buckets.head.trained.largest
             return 0
         if self._trained_table and self.contents.has_embedding and not self._defers:
             return self.run.wide * self._trained_table
         # a layer's experts come before the rest of it
-        dense = max((self._trained(kind).dense for kind in self.contents.kinds), default=0)
+        dense = max((unit.trained.whole.dense for unit in self.buckets.units.values()), default=0)
         return self.run.wide * dense
 
     def at_head(self) -> int:
@@ -66,7 +65,7 @@ class ExchangeMemory:
             # the output head's, or those of the layer that runs
             gathered = self._gathered_layers(1)
             if self.contents.has_head:
-                gathered = self._table * self.run.width
+                gathered = self.buckets.head.whole.total * self.run.width
             total += gathered
         if self._reduces_each and self._waits_to_the_end and self._follows_another:
             total += sum(self._layers) * self.run.wide
@@ -124,7 +123,7 @@ class ExchangeMemory:
         """Weights of the output head whose gradient is being reduced while the first layer runs backward. Of a tied
         table none: the norm's gradient is the last one."""
         if self.recipe.parallelism.overlap.grad_reduce and not self.facts.is_tied:
-            return self._trained_head
+            return self.buckets.head.trained.largest
         return 0
 
     @cached_property
@@ -167,59 +166,29 @@ class ExchangeMemory:
         return self._defers and not self.contents.has_embedding
 
     @cached_property
-    def _table(self) -> int:
-        """Weights of the embedding's table, or of the output head's."""
-        return self.facts.table_on(tp=self.run.degrees.tp)
-
-    @cached_property
     def _layers(self) -> list[int]:
         """Trained weights of each chunk's layers."""
-        found = []
-        for chunk in self.contents.chunks:
-            weights = 0
-            for kind, layers in Counter(chunk).items():
-                weights += layers * self._trained(kind).total
-            found.append(weights)
-        return found
+        return [chunk.trained.whole.total for chunk in self.buckets.chunks]
 
     def _gathered_layers(self, layers: int) -> int:
         """Bytes of the gathered weights of the layer that runs and of `layers` - 1 ahead of it, each the one that has
         most. What is gathered in fp8 is a byte, of the layer that runs counted with its copies in fp8."""
         most = 0
-        for kind in self.contents.kinds:
-            narrow = 0
-            if gathers_fp8(self.recipe):
-                narrow = kind.fp8_weights_on(self.run.degrees).total
-            wide = (self._weights(kind).total - narrow) * self.run.width
+        for unit in self.buckets.units.values():
+            narrow = unit.in_fp8.whole.total
+            wide = (unit.whole.total - narrow) * self.run.width
             most = max(most, layers * wide + (layers - 1) * narrow)
         return most
 
     @cached_property
     def _most_trained(self) -> int:
         """Trained weights of the layer that has most."""
-        return max((self._trained(kind).total for kind in self.contents.kinds), default=0)
+        return max((unit.trained.whole.total for unit in self.buckets.units.values()), default=0)
 
     @cached_property
     def _trained_table(self) -> int:
-        """Weights of the embedding's table that have a gradient."""
-        if self.facts.embedding_table.is_frozen:
-            return 0
-        return self._table
-
-    @cached_property
-    def _trained_head(self) -> int:
-        """Weights of the output head that have a gradient."""
-        if self.facts.head_table.is_frozen:
-            return 0
-        return self._table
-
-    def _trained(self, layer: LayerFacts) -> WeightCount:
-        """Of a layer on this rank, what has a gradient."""
-        return trained_weights(layer, self.run.degrees)
-
-    def _weights(self, layer: LayerFacts) -> WeightCount:
-        """Of a layer on this rank."""
-        return layer_weights(layer, self.run.degrees)
+        """Weights of the embedding that have a gradient."""
+        return self.buckets.embedding.trained.whole.total
 
     @cached_property
     def _between_stages(self) -> int:

@@ -94,7 +94,22 @@ class LayerRun:
         if in_fp8 and kept.tokens == "routed":
             # in columns, with the padding of each expert's rows
             rows = padded_rows(rows, layer.routing.n_experts // self.degrees.ep)
-        return kept.times * rows * self.on_rank(kept.features) * self.bytes_of(kept.element, in_fp8=in_fp8)
+        each = self.bytes_of(kept.element, in_fp8=in_fp8)
+        if in_fp8 and not self.execution.recomputed & set(kept.freed_by):
+            each = self._bytes_of_input(kept, layer)
+        return kept.times * rows * self.on_rank(kept.features) * each
+
+    def _bytes_of_input(self, kept: Kept, layer: LayerFacts) -> int:
+        """Of one number that products in fp8 take: as they have quantised it, and as a part takes it that is computed
+        again from it."""
+        takers = [linear for linear in layer.linears if linear.input_kept == kept.what and linear.takes_fp8]
+        again = [linear for linear in takers if linear.recomputed_with in self.execution.recomputed]
+        size = 0
+        if again:
+            size += self.bytes_of(kept.element)
+        if len(again) < len(takers):
+            size += self.bytes_of(kept.element, in_fp8=True)
+        return size
 
     @cached_property
     def stream_bytes_per_feature(self) -> int:

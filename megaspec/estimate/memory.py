@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from megaspec.core.part_facts import Execution
 from megaspec.estimate.activations import LayerBytes, layer_bytes
+from megaspec.estimate.buckets import StageBuckets, stage_buckets
 from megaspec.estimate.exchange_memory import ExchangeMemory, StageContents
 from megaspec.estimate.formula import sharing_ranks
 from megaspec.estimate.layer_run import LayerRun, layer_run
 from megaspec.estimate.muon_matrices import hidden_of_layer
-from megaspec.estimate.parameters import holds_embedding, holds_head, rank_parameters, trained_parameters
+from megaspec.estimate.parameters import holds_embedding, holds_head
 from megaspec.estimate.schedule import (
     Moment,
     Moments,
@@ -29,8 +30,8 @@ from megaspec.estimate.schedule import (
     shape_of,
 )
 from megaspec.estimate.tables import tables_in_place
-from megaspec.estimate.trained import facts_of, gathers_fp8
-from megaspec.nn.layer.facts import LayerFacts, WeightCount
+from megaspec.estimate.trained import facts_of
+from megaspec.nn.layer.facts import LayerFacts
 from megaspec.nn.model_facts import ModelFacts
 from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec
 from megaspec.parallelism.group_memory import outside_torch
@@ -115,12 +116,12 @@ def _by_stage(recipe: Recipe, device: str) -> Iterator[StageMemory]:
     in_flight_of_stages = in_flight(recipe)
     # stages in the middle hold the same and differ in the micro batches in flight
     held_always: dict[tuple[StageContents, int], _HeldAlways] = {}
+    stages = stages_of(recipe.model.n_layers, parallelism)
     for stage, contents in enumerate(_contents_of_stages(common.facts, parallelism.pp, parallelism.pipeline)):
         messages = messages_held(common.shape, stage, overlap=parallelism.overlap.p2p)
         key = (contents, messages)
         if key not in held_always:
-            counts = _Counts(rank_parameters(recipe, stage), trained_parameters(recipe, stage))
-            held_always[key] = _held_always(common, contents, messages, counts)
+            held_always[key] = _held_always(common, contents, messages, stage_buckets(recipe, stages[stage]))
         yield _of_stage(common, stage, in_flight_of_stages[stage], held_always[key])
 
 
@@ -132,6 +133,8 @@ class _HeldAlways(NamedTuple):
     gradients: int
     optimizer: int
     logits: int
+    rounded: int
+    """A bucket as it is sent, not counted by torch."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ class _CommonSizes:
         """Bytes that torch does not count, whatever it allocates."""
         if not self.is_cuda:
             return 0
-        return outside_torch(self.recipe.parallelism) + _rounded(self.recipe, self.run)
+        return outside_torch(self.recipe.parallelism)
 
 
 def _of_stage(common: _CommonSizes, stage: int, held: float, always: _HeldAlways) -> StageMemory:
@@ -227,7 +230,7 @@ def _of_stage(common: _CommonSizes, stage: int, held: float, always: _HeldAlways
     if common.is_cuda:
         allocated = always.weights + always.gradients + always.optimizer + always.logits
         allocated += activations + peak.routed + communication
-        reserve = common.outside + int(min(_SLACK * allocated, _MOST_SLACK))
+        reserve = common.outside + always.rounded + int(min(_SLACK * allocated, _MOST_SLACK))
     return StageMemory(
         weights=always.weights,
         gradients=always.gradients,
@@ -273,15 +276,7 @@ def _contents_of_stages(facts: ModelFacts, pp: int, pipeline: PipelineSpec) -> t
     return tuple(found)
 
 
-class _Counts(NamedTuple):
-    """Weights of a rank."""
-
-    held: WeightCount
-    trained: WeightCount
-    """Of them, those with gradients, master weights and moments."""
-
-
-def _held_always(common: _CommonSizes, contents: StageContents, messages: int, counts: _Counts) -> _HeldAlways:
+def _held_always(common: _CommonSizes, contents: StageContents, messages: int, buckets: StageBuckets) -> _HeldAlways:
     """`messages`: that the stage holds at once."""
     recipe = common.recipe
     run = common.run
@@ -289,11 +284,12 @@ def _held_always(common: _CommonSizes, contents: StageContents, messages: int, c
     if contents.has_head:
         logits = _head(recipe, run, common.facts, adds_inside=common.adds_inside)
     return _HeldAlways(
-        exchanges=ExchangeMemory(recipe, run, common.facts, contents, messages),
-        weights=_weights(recipe, run, contents, counts.held),
-        gradients=shared_out(recipe, counts.trained, from_strategy=2) * run.wide,
-        optimizer=_states(recipe, run, contents, counts.trained),
+        exchanges=ExchangeMemory(recipe, run, common.facts, contents, messages, buckets),
+        weights=_weights(recipe, run, contents, buckets),
+        gradients=_sums(recipe, buckets) * run.wide,
+        optimizer=_states(recipe, run, contents, buckets),
         logits=logits,
+        rounded=_rounded(recipe, buckets),
     )
 
 
@@ -544,52 +540,62 @@ def _last_norm(run: LayerRun, facts: ModelFacts) -> int:
     return size
 
 
-def shared_out(recipe: Recipe, count: WeightCount, *, from_strategy: int) -> int:
-    """Weights on the rank that has most when they are shared out from a strategy on: 1 zero1, 2 zero2, 3 fsdp."""
-    if _STRATEGY_LEVEL[recipe.parallelism.dp_strategy] < from_strategy:
-        return count.total
-    ranks = sharing_ranks(recipe.parallelism)
-    return ceil(count.dense / ranks.dense) + ceil(count.expert / ranks.expert)
+def _shares(recipe: Recipe, *, from_strategy: int) -> bool:
+    """What strategies share out from one on is shared out: 1 zero1, 2 zero2, 3 fsdp."""
+    return _STRATEGY_LEVEL[recipe.parallelism.dp_strategy] >= from_strategy
 
 
-def _weights(recipe: Recipe, run: LayerRun, contents: StageContents, count: WeightCount) -> int:
+def _sums(recipe: Recipe, buckets: StageBuckets) -> int:
+    """Numbers of the sums of gradients."""
+    trained = buckets.all.trained
+    if _shares(recipe, from_strategy=2):
+        return trained.shards.total
+    return trained.whole.total
+
+
+def _weights(recipe: Recipe, run: LayerRun, contents: StageContents, buckets: StageBuckets) -> int:
     """In the model's format, with copies in fp8 and tables of angles."""
     facts = facts_of(recipe)
     tables = _angles(facts, recipe.model.max_seq_len)
-    tables += _fp8_weights(recipe, run, contents)
-    return shared_out(recipe, count, from_strategy=3) * run.width + tables
+    tables += _fp8_weights(recipe, run, contents, buckets)
+    held = buckets.all.whole.total
+    if _shares(recipe, from_strategy=3):
+        held = buckets.all.shards.total
+    elif not _shares(recipe, from_strategy=1):
+        # they stay outside of buffers, which are of gradients alone
+        held = buckets.all.most_held.total
+    return held * run.width + tables
 
 
-def _fp8_weights(recipe: Recipe, run: LayerRun, contents: StageContents) -> int:
+def _fp8_weights(recipe: Recipe, run: LayerRun, contents: StageContents, buckets: StageBuckets) -> int:
     """Copies of weights in fp8, a byte in each of two layouts: of all layers, or where weights are gathered for each
     pass of a layer, of the one that runs. Where they are gathered in fp8, this rank's rows of all besides."""
-    sizes = [0]
-    whole = WeightCount(0, 0)
-    for chunk in contents.chunks:
-        for layer in chunk:
-            narrow = layer.fp8_weights_on(run.degrees)
-            sizes.append(2 * narrow.total)
-            whole = WeightCount(whole.dense + narrow.dense, whole.expert + narrow.expert)
+    of_layers: list[int] = []
     if recipe.parallelism.dp_strategy not in ("fsdp", "hsdp"):
-        return sum(sizes)
-    rows = 0
-    if gathers_fp8(recipe):
-        rows = shared_out(recipe, whole, from_strategy=3)
-    return max(sizes) + rows
+        for chunk in contents.chunks:
+            of_layers += [2 * layer.fp8_weights_on(run.degrees).total for layer in chunk]
+        return sum(of_layers)
+    for layers in buckets.units:
+        of_layers.append(sum(2 * layer.fp8_weights_on(run.degrees).total for layer in layers))
+    return max(of_layers, default=0) + buckets.all.in_fp8.shards.total
 
 
-def _states(recipe: Recipe, run: LayerRun, contents: StageContents, count: WeightCount) -> int:
-    """Master weights and moments, those on the CPU left out."""
+def _states(recipe: Recipe, run: LayerRun, contents: StageContents, buckets: StageBuckets) -> int:
+    """Master weights and moments on the rank that has most, those on the CPU left out. No padding has any."""
     here = 1.0 - recipe.parallelism.offload.optimizer
-    states = here * shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=run.width)
+    trained = buckets.all.trained
+    states = here * trained.most_held.total * state_bytes(recipe.optim, width=run.width)
     if not isinstance(recipe.optim, MuonSpec):
         return ceil(states)
-    # what is no hidden matrix has a second moment
-    dense = count.dense
+    # what is no hidden matrix has a second moment: as if it were shared out evenly
+    dense = trained.elements.dense
     for chunk in contents.chunks:
         for kind, layers in Counter(chunk).items():
             dense -= layers * hidden_of_layer(kind, run.degrees).dense
-    return ceil(states) + shared_out(recipe, WeightCount(dense, 0), from_strategy=1) * run.wide
+    ranks = 1
+    if _shares(recipe, from_strategy=1):
+        ranks = sharing_ranks(recipe.parallelism).dense
+    return ceil(states) + ceil(dense / ranks) * run.wide
 
 
 def state_bytes(optim: OptimSpec, *, width: int) -> int:
@@ -609,18 +615,12 @@ def state_bytes(optim: OptimSpec, *, width: int) -> int:
     return moments
 
 
-def _rounded(recipe: Recipe, run: LayerRun) -> int:
-    """A bucket as it is sent, where gradients are rounded for their way: in memory of the stream that sends, which no
-    other takes."""
+def _rounded(recipe: Recipe, buckets: StageBuckets) -> int:
+    """The largest bucket as it is sent, where gradients are rounded for their way: in memory of the stream that sends,
+    which no other takes."""
     if recipe.parallelism.grad_reduce != "bf16" or _data_ranks(recipe) == 1:
         return 0
-    return _bucket(recipe, run) * _FORMAT["bf16"] // run.wide
-
-
-def _bucket(recipe: Recipe, run: LayerRun) -> int:
-    """Bytes of the largest bucket of gradients."""
-    table = facts_of(recipe).table_on(tp=run.degrees.tp)
-    return max(int(recipe.parallelism.bucket_mb * 1e6), run.wide * table)
+    return buckets.all.trained.largest * _FORMAT["bf16"]
 
 
 def _data_ranks(recipe: Recipe) -> int:

@@ -2,7 +2,7 @@
 data-parallel ranks, sums of what each rank knows in part, Muon's matrices, and numbers of the step.
 
 Sizes are bytes of the whole tensor (see Collective.bytes):
-    P       weights of one rank
+    P       weights of one rank, with what pads the buffers that they lie in
     e       bytes of a number in the model's format     LayerRun.width
     g       bytes of a gradient on its way              gradient_width
     w       bytes of a number in at least fp32          LayerRun.wide
@@ -13,21 +13,14 @@ from dataclasses import dataclass, field, replace
 
 from megaspec.core.axes import DENSE_AXES
 from megaspec.core.part_facts import Linear
+from megaspec.estimate.buckets import Buckets, StageBuckets, stage_buckets
 from megaspec.estimate.formula import sharing_ranks
-from megaspec.estimate.layer_run import degrees_of, layer_run
+from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.muon_matrices import hidden_parameters, working_width
-from megaspec.estimate.parameters import (
-    holds_embedding,
-    holds_head,
-    layer_weights,
-    partial_gradients,
-    trained_parameters,
-    trained_weights,
-)
+from megaspec.estimate.parameters import holds_embedding, holds_head, partial_gradients
 from megaspec.estimate.schedule import catch_ups, shape_of
 from megaspec.estimate.topology import Collective, CollectiveKind, Phase, Topology
 from megaspec.estimate.trained import facts_of, gathers_fp8
-from megaspec.nn.layer.facts import WeightCount
 from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.stages import Chunk, stages_of
 from megaspec.precision.spec import fp8_recipe, model_format
@@ -51,9 +44,9 @@ _FP64 = 8
 _INDEX = 8
 
 
-def step_collectives(recipe: Recipe, topology: Topology, rank: int, count: WeightCount) -> Iterator[Collective]:
-    """Gradients and weights among data-parallel ranks, and the small sums of a step. `count`: what the rank holds."""
-    yield from _data_parallel(recipe, topology, rank, count)
+def step_collectives(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Collective]:
+    """Gradients and weights among data-parallel ranks, and the small sums of a step."""
+    yield from _data_parallel(recipe, topology, rank)
     yield from _partial_sums(recipe, topology, rank)
     yield from _tied_table(recipe, topology, rank)
     if isinstance(recipe.optim, MuonSpec):
@@ -108,6 +101,8 @@ class _SharedWeights:
     """Weights of a rank, of the dense grid or of the experts'."""
 
     trained: int
+    trained_share: int
+    """Of them, those that this rank updates."""
     held: int
     passed_over: int
     """In layers to which no backward pass comes."""
@@ -118,22 +113,34 @@ class _SharedWeights:
     gathered_less: _GatheredLess
 
 
-def _data_parallel(recipe: Recipe, topology: Topology, rank: int, count: WeightCount) -> Iterator[Collective]:
+def _data_parallel(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Collective]:
     """Gradients [P] of dense weights and of experts, and the weights themselves where they are shared out:
     data-parallel ranks see different sequences and update the same weights."""
     parallelism = recipe.parallelism
     chunks = stages_of(recipe.model.n_layers, parallelism)[rank]
-    trained = count
-    if recipe.train.trainable is not None:
-        trained = trained_parameters(recipe, rank)
-    reductions = _reductions(recipe, rank, chunks, trained)
-    passed_over = _never_backward(recipe, chunks)
-    gathered_less = _gathered_less(recipe, chunks)
-    narrow = _in_fp8(recipe, chunks)
-    again = _in_fp8(recipe, chunks, backward=True)
-    dense = _SharedWeights(trained.dense, count.dense, passed_over.dense, narrow.dense, again.dense, gathered_less)
+    buckets = stage_buckets(recipe, chunks)
+    trained = buckets.all.trained
+    reductions = _reductions(recipe, rank, chunks, buckets)
+    passed_over = _never_backward(buckets)
+    narrow = buckets.all.in_fp8.whole
+    again = buckets.all.in_fp8.without(passed_over).whole
+    dense = _SharedWeights(
+        trained=trained.whole.dense,
+        trained_share=trained.shards.dense,
+        held=buckets.all.whole.dense,
+        passed_over=passed_over.whole.dense,
+        in_fp8=narrow.dense,
+        in_fp8_backward=again.dense,
+        gathered_less=_GatheredLess(buckets.of_one_end.whole.dense, buckets.head.whole.dense),
+    )
     expert = _SharedWeights(
-        trained.expert, count.expert, passed_over.expert, narrow.expert, again.expert, _GatheredLess()
+        trained=trained.whole.expert,
+        trained_share=trained.shards.expert,
+        held=buckets.all.whole.expert,
+        passed_over=passed_over.whole.expert,
+        in_fp8=narrow.expert,
+        in_fp8_backward=again.expert,
+        gathered_less=_GatheredLess(),
     )
     replicas = ()
     if parallelism.dp_replicate > 1:
@@ -148,37 +155,31 @@ def _data_parallel(recipe: Recipe, topology: Topology, rank: int, count: WeightC
     yield from _reduced_and_gathered(recipe, inside, _EXPERT, reductions.expert, ("edp",), replicas, expert)
 
 
-def _reductions(recipe: Recipe, rank: int, chunks: tuple[Chunk, ...], count: WeightCount) -> _RankReductions:
+def _reductions(recipe: Recipe, rank: int, chunks: tuple[Chunk, ...], buckets: StageBuckets) -> _RankReductions:
     """Of a rank's weights. Gradients of a layer wait while others of it are deferred; a tied table whose ends are two
     chunks of a rank is reduced for each."""
     parallelism = recipe.parallelism
     shape = shape_of(recipe)
     micro_batches = shape.micro_batches
+    count = buckets.all.trained.whole
     if parallelism.dp_strategy not in ("zero2", "fsdp", "hsdp") or not shape.splits_backward:
         return _RankReductions(
             dense=[_ReducedWeights(_DENSE, count.dense, micro_batches)],
             expert=[_ReducedWeights(_EXPERT, count.expert, micro_batches)],
         )
-    facts = facts_of(recipe)
-    degrees = degrees_of(recipe)
     found = _RankReductions()
     # what is left are the weights of the model's ends
     ends = count.dense
-    for chunk, times in zip(chunks, catch_ups(shape, rank), strict=True):
-        dense = 0
-        expert = 0
-        for number in chunk.layers:
-            weights = trained_weights(facts.layers[number], degrees)
-            dense += weights.dense
-            expert += weights.expert
-        found.dense.append(_ReducedWeights(LAYERS, dense, times))
-        found.expert.append(_ReducedWeights(_EXPERT, expert, times))
-        ends -= dense
+    for chunk, times in zip(buckets.chunks, catch_ups(shape, rank), strict=True):
+        layers = chunk.trained.whole
+        found.dense.append(_ReducedWeights(LAYERS, layers.dense, times))
+        found.expert.append(_ReducedWeights(_EXPERT, layers.expert, times))
+        ends -= layers.dense
     found.dense.append(_ReducedWeights(_DENSE, ends, micro_batches))
-    is_tied = facts.is_tied and not facts.embedding_table.is_frozen
-    if is_tied and shape.pp > 1 and holds_embedding(chunks) and holds_head(chunks):
-        table = facts.table_on(tp=parallelism.tp)
-        found.dense.append(_ReducedWeights(_DENSE, table, micro_batches, is_again=True))
+    if shape.pp > 1 and holds_embedding(chunks) and holds_head(chunks):
+        # a tied table
+        of_both = buckets.of_both_ends.trained.whole.dense
+        found.dense.append(_ReducedWeights(_DENSE, of_both, micro_batches, is_again=True))
     return found
 
 
@@ -213,7 +214,6 @@ def _reduced_and_gathered(
     if strategy == "replicate":
         yield from reduce(what, "all_reduce", (*replicas, *shards), wide * parameters, 1)
         return
-    shard_ranks = max(1, topology.grid_of(shards).ranks(shards))
     for part in reductions:
         # zero1 adds up whole gradients over micro batches first
         times = 1
@@ -221,7 +221,7 @@ def _reduced_and_gathered(
             times = part.times
         yield from reduce(part.what, "reduce_scatter", shards, wide * part.parameters, times)
     # replicas of a shard add up theirs
-    yield from reduce(what, "all_reduce", replicas, wide * parameters / shard_ranks, 1)
+    yield from reduce(what, "all_reduce", replicas, wide * shared.trained_share, 1)
 
     weights = what.replace("gradients", "weights")
     if strategy not in ("fsdp", "hsdp"):
@@ -239,54 +239,13 @@ def _reduced_and_gathered(
     yield from gather(weights, again, micro_batches, "backward", in_fp8=shared.in_fp8_backward)
 
 
-def _in_fp8(recipe: Recipe, chunks: tuple[Chunk, ...], *, backward: bool = False) -> WeightCount:
-    """Weights that are gathered in fp8; `backward`: for backward passes, too."""
-    dense = 0
-    expert = 0
-    if gathers_fp8(recipe):
-        degrees = degrees_of(recipe)
-        for chunk in chunks:
-            for number in chunk.layers:
-                layer = facts_of(recipe).layers[number]
-                if layer.runs_backward or not backward:
-                    weights = layer.fp8_weights_on(degrees)
-                    dense += weights.dense
-                    expert += weights.expert
-    return WeightCount(dense, expert)
-
-
-def _never_backward(recipe: Recipe, chunks: tuple[Chunk, ...]) -> WeightCount:
-    """Weights of layers to which no backward pass comes, since nothing is trained in them and before them."""
-    degrees = degrees_of(recipe)
-    dense = 0
-    expert = 0
-    for chunk in chunks:
-        for kind, layers in facts_of(recipe).kinds_of(chunk.layers).items():
-            if not kind.runs_backward:
-                weights = layer_weights(kind, degrees)
-                dense += layers * weights.dense
-                expert += layers * weights.expert
-    return WeightCount(dense, expert)
-
-
-def _gathered_less(recipe: Recipe, chunks: tuple[Chunk, ...]) -> _GatheredLess:
-    """The embedding's weights, which the backward pass does not read, and the head's and the last norm's, which it
-    takes first."""
-    facts = facts_of(recipe)
-    table = facts.table_on(tp=recipe.parallelism.tp)
-    has_embedding = holds_embedding(chunks)
-    has_head = holds_head(chunks)
-    once = 0
-    at_head = 0
-    if has_embedding:
-        once += facts.position_weights
-    if has_head:
-        once += facts.norm_weights
-        at_head = table + facts.norm_weights
-    # a tied table is gathered for either end, both in the forward pass: as often as one that is gathered again
-    if not (facts.is_tied and has_embedding and has_head):
-        once += (has_embedding + has_head) * table
-    return _GatheredLess(once, at_head)
+def _never_backward(buckets: StageBuckets) -> Buckets:
+    """Those of layers to which no backward pass comes, since nothing is trained in them and before them."""
+    found = set()
+    for layers, of_unit in buckets.units.items():
+        if not any(layer.runs_backward for layer in layers):
+            found |= of_unit.counts.keys()
+    return buckets.all.within(found)
 
 
 def _update_shards(recipe: Recipe) -> int:

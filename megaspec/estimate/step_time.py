@@ -370,7 +370,7 @@ def _longest_end(recipe: Recipe, passes: _PipelinePasses, throughput: MeasuredTh
 def _step_end(recipe: Recipe, passes: _PipelinePasses, rank: int, throughput: MeasuredThroughput) -> _StepEnd:
     chunks = passes.stages[rank]
     count = passes.times.parameters(recipe, rank, chunks)
-    exchange = step_collectives(recipe, passes.times.topology, rank, count)
+    exchange = step_collectives(recipe, passes.times.topology, rank)
     trained = count
     if recipe.train.trainable is not None:
         trained = trained_parameters(recipe, rank)

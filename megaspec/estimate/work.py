@@ -238,10 +238,11 @@ def writing_operations(recipe: Recipe) -> frozenset[str]:
 def operations_writing_for_experts(recipe: Recipe) -> frozenset[str]:
     """The same of what experts take; see nn/moe/fp8_producers.py and `_have_experts_write` in parallelism/fp8.py."""
     parallelism = recipe.parallelism
-    if fp8_recipe(recipe.precision) != "delayed" or parallelism.recompute.alone & {"moe", "activation"}:
+    recomputed = parallelism.recompute.alone
+    if fp8_recipe(recipe.precision) != "delayed" or "moe" in recomputed:
         return frozenset()
     found = set()
-    if CATALOG["gated"].implementations[recipe.kernels.gated].writes_fp8:
+    if CATALOG["gated"].implementations[recipe.kernels.gated].writes_fp8 and "activation" not in recomputed:
         found.add("gated")
     # rows that other ranks send arrive in the model's format
     arrive_gathered = parallelism.ep * parallelism.etp == 1 or parallelism.dispatch == "all_gather"

@@ -17,11 +17,9 @@ so that they run beside each other and the computation. Whole buffers get and lo
 computation's stream, which waits for a collective before the memory that it works on is dropped.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -40,7 +38,8 @@ from megaspec.nn.range_names import OPTIMIZER
 from megaspec.nn.ranges import marked
 from megaspec.nn.transfer import Side
 from megaspec.parallelism.bucket import Bucket, ShardGroup
-from megaspec.parallelism.flat import divide, together
+from megaspec.parallelism.bucketing import Bucketing, ChunkMembers, Member, buckets_of
+from megaspec.parallelism.flat import of_places
 from megaspec.parallelism.fp8_gather import Fp8Gather
 from megaspec.parallelism.gathers import Gathers
 from megaspec.parallelism.mesh import Mesh
@@ -249,94 +248,51 @@ class DataParallel:
         # in this order on all ranks, since communicators are made
         dense = ShardGroup.of(self._mesh, self._sharing.strategy, experts=False)
         experts = ShardGroup.of(self._mesh, self._sharing.strategy, experts=True)
+        chunks = []
+        for parameters, units in zip(held, self._units, strict=True):
+            members = {name: self._member(name) for name in parameters}
+            chunks.append(ChunkMembers(members, [one.names for one in units]))
+        bucketing = Bucketing(
+            self._sharing.strategy,
+            self._sharing.bucket_bytes,
+            wide=self._bytes_of_gradient,
+            dense_shards=dense.shards,
+            expert_shards=experts.shards,
+        )
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[str, Bucket] = {}
-        for chunk, names in self._groups(held, shared):
-            first = self._facts[names[0]]
-            shard_group = experts if first.is_expert else dense
-            if not first.is_trained and not self._shards_weights:
+        for planned in buckets_of(chunks, shared, bucketing):
+            shard_group = experts if planned.kind.is_expert else dense
+            if not planned.kind.is_trained and not self._shards_weights:
+                # nobody updates it, and every rank holds all of it
                 shard_group = shard_group.whole()
-            shapes = {name: tuple(self.parameters[name].shape) for name in names}
-            for held_together in together(shapes, shards=shard_group.shards):
-                division = divide({name: shapes[name] for name in held_together}, shards=shard_group.shards)
-                bucket = Bucket(division, shard_group, chunk=chunk, is_trained=first.is_trained)
-                self.buckets.append(bucket)
-                self._bucket_of |= dict.fromkeys(held_together, bucket)
+            division = of_places(planned.places)
+            bucket = Bucket(division, shard_group, chunk=planned.chunk, is_trained=planned.kind.is_trained)
+            self.buckets.append(bucket)
+            self._bucket_of |= dict.fromkeys(planned.names, bucket)
         for units in self._units:
             for one in units:
                 # each once, in the order of the unit's parameters
                 one.buckets = list(dict.fromkeys(self._bucket_of[name] for name in one.names))
 
-    def _groups(
-        self, held: Sequence[Mapping[str, nn.Parameter]], shared: frozenset[str]
-    ) -> Iterator[tuple[int | None, list[str]]]:
-        """The chunk and the names of each bucket, in the order of the backward pass. No chunk: other chunks or ranks
-        use the parameter, too."""
-        chunks_of = Counter(name for names in held for name in names)
-        alone = shared | {name for name, count in chunks_of.items() if count > 1}
-        for chunk in reversed(range(len(held))):
-            names = self._in_backward_order(chunk, [name for name in held[chunk] if name not in alone])
-            if self._keeps_sums:
-                for cut in self._cut_by_grid(names, self._sharing.bucket_bytes):
-                    yield chunk, cut
-            else:
-                for together in self._by_unit(chunk, names):
-                    for cut in self._cut_by_grid(together, float("inf")):
-                        yield chunk, cut
-        for name in sorted(alone & self.parameters.keys()):
-            yield None, [name]
+    def _member(self, name: str) -> Member:
+        facts = self._facts[name]
+        return Member(
+            tuple(self.parameters[name].shape),
+            is_trained=facts.is_trained,
+            is_expert=facts.is_expert,
+            is_linear=name in self._linears,
+            in_fp8=name in self._narrow,
+        )
 
-    def _in_backward_order(self, chunk: int, names: Sequence[str]) -> list[str]:
-        """The names of a chunk as the backward pass makes their gradients: from the last unit to the first; in each,
-        linear layers' before those that come through hooks."""
-        first_unit: dict[str, int] = {}
-        for index, one in enumerate(self._units[chunk]):
-            for name in one.names:
-                # a parameter of several units has its gradient when the first of them is through
-                first_unit.setdefault(name, index)
-        order = list(reversed(names))
-        # stable: what stands side by side stays in the order of the backward pass
-        order.sort(key=lambda name: (-first_unit[name], name not in self._linears))
-        return order
-
-    def _by_unit(self, chunk: int, names: Sequence[str]) -> Iterator[list[str]]:
-        """Those that several units use, each alone; then those of each unit, from the last one to the first."""
-        users = Counter(name for one in self._units[chunk] for name in one.names)
-        for name in names:
-            if users[name] > 1:
-                yield [name]
-        for one in reversed(self._units[chunk]):
-            mine = set(one.names)
-            yield [name for name in names if name in mine and users[name] == 1]
-
-    def _cut_by_grid(self, names: Sequence[str], most: float) -> list[list[str]]:
-        """Consecutive names of the dense grid, and of the expert grid, frozen ones and those that are gathered in fp8
-        apart; in the order in which they are full."""
-        cuts: list[list[str]] = []
-        for kind in product((False, True), (True, False), (False, True)):
-            alike = []
-            for name in names:
-                facts = self._facts[name]
-                if (facts.is_expert, facts.is_trained, name in self._narrow) == kind:
-                    alike.append(name)
-            cuts += self._cut(alike, most)
-        # by the parameter that fills the bucket
-        return sorted(cuts, key=lambda cut: names.index(cut[-1]))
-
-    def _cut(self, names: Sequence[str], most: float) -> Iterator[list[str]]:
-        """Consecutive names of at least `most` bytes of gradients together, and the rest."""
-        pending: list[str] = []
-        size = 0
-        for name in names:
-            parameter = self.parameters[name]
-            pending.append(name)
-            size += parameter.numel() * torch.promote_types(parameter.dtype, torch.float32).itemsize
-            if size >= most:
-                yield pending
-                pending = []
-                size = 0
-        if pending:
-            yield pending
+    @property
+    def _bytes_of_gradient(self) -> int:
+        """At least those of fp32; parameters of a model have one format."""
+        first = next(iter(self.parameters.values()), None)
+        if first is None:
+            # a stage may be empty
+            return torch.float32.itemsize
+        return torch.promote_types(first.dtype, torch.float32).itemsize
 
     def _share_out(self, layouts: Mapping[str, Layout]) -> None:
         """What the optimizer works on."""

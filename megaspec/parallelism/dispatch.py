@@ -230,6 +230,8 @@ class AllToAll:
     `overlap`: what is beside the experts is computed while the rows are on their way. `side`: a stream of the device.
     """
 
+    hands_tokens = False
+
     def __init__(
         self, group: dist.ProcessGroup, *, ep: int, etp: int, overlap: bool, side: torch.cuda.Stream | None = None
     ):
@@ -359,6 +361,8 @@ class AllGather:
 
     Sends less than AllToAll where tokens take more experts than there are ranks. `overlap`: as there.
     """
+
+    hands_tokens = True
 
     def __init__(self, group: dist.ProcessGroup, *, ep: int, etp: int, overlap: bool):
         self.group = group

@@ -256,14 +256,14 @@ def _have_experts_write(layer: Layer, recomputed: frozenset[str]) -> None:
     """Has what lies around the products of experts write fp8: see nn/moe/fp8_producers.py. What is computed again by
     itself is no part of another operation."""
     for mixer in layer.mixers():
-        if not isinstance(mixer, Moe) or recomputed & {"moe", "activation"}:
+        if not isinstance(mixer, Moe) or "moe" in recomputed:
             continue
         experts = mixer.experts
         if type(experts) is not Experts or not experts.is_in_fp8 or not experts.shares_scales:
             continue
-        experts.writes_fp8 = experts.activation.writer is not None
-        # otherwise what is gathered is weighted before it is quantised
-        experts.moves_fp8 = experts.weights_on != "inputs"
+        experts.writes_fp8 = experts.activation.writer is not None and "activation" not in recomputed
+        # rows that other ranks send are there in the model's format; those that are weighted are so before the cast
+        experts.moves_fp8 = mixer.dispatch.hands_tokens and experts.weights_on != "inputs"
 
 
 def _have_gate_write(mixer: Gated, recomputed: frozenset[str]) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -13,20 +13,17 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megaspec.core.errors import Problem, RecipeError
-from megaspec.core.weight_facts import Stands
 from megaspec.data.batch import Batch
 from megaspec.estimate.memory import memory_of
 from megaspec.estimate.parameters import PartialGradients
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.step_communication import COPIES, TIED, WHOLE
-from megaspec.estimate.trained import facts_of, gathers_fp8
+from megaspec.estimate.trained import gathers_fp8
 from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.layer.facts import WeightCount
 from megaspec.nn.moe.module import Moe
 from megaspec.optim.narrow import NarrowAdamW
 from megaspec.optim.spec import MuonSpec, has_narrow_states
-from megaspec.parallelism.bucket import Bucket
-from megaspec.parallelism.flat import Division
 from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import TrainState, build, mesh_of
 from megaspec.runtime.position import Position
@@ -48,16 +45,6 @@ _META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class PaddedSizes:
-    """Of buckets."""
-
-    elements: WeightCount
-    """Of their parameters."""
-    padded: WeightCount
-    """With the padding that lies between them."""
-
-
-@dataclass(frozen=True)
 class Trace:
     """What one rank does and holds."""
 
@@ -69,16 +56,6 @@ class Trace:
     """Their elements."""
     held: int
     """Of those that this rank updates."""
-    reduced: PaddedSizes
-    """Of buckets whose gradients are reduced: what is trained."""
-    gathered: PaddedSizes
-    """Of buckets whose weights are gathered."""
-    layers: tuple[int, int]
-    """Of those that are trained in dense buckets of layers: elements, and the same with padding."""
-    padding_at_head: int
-    """Of the output head's bucket."""
-    padding_again: int
-    """Of dense buckets that a backward pass gathers again where weights are shared out."""
     partial: PartialGradients
     """Elements whose gradients tensor-parallel ranks add up, on all ranks that share them out."""
     summed: dict[str, int]
@@ -231,15 +208,8 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
         rank=rank,
         stage=built.mesh.index("pp"),
         parameters={name: tuple(parameter.shape) for name, parameter in built.parameters.items()},
-        count=_sizes(data_parallel.buckets, built, _elements),
+        count=_sizes(built),
         held=sum(gradient.numel() for gradient in data_parallel.gradients.values()),
-        reduced=_padded_sizes([bucket for bucket in data_parallel.buckets if bucket.is_trained], built),
-        gathered=_padded_sizes(
-            [bucket for bucket in data_parallel.buckets if data_parallel.is_gathered(bucket)], built
-        ),
-        layers=_in_layers(built),
-        padding_at_head=_padding([bucket for bucket in data_parallel.buckets if _holds(bucket, "head", built)]),
-        padding_again=_padding_again(built),
         partial=PartialGradients(over_tp=sums_of_whole.elements, over_copies=sums_of_rows.elements),
         summed={
             WHOLE: sums_of_whole.held,
@@ -298,60 +268,16 @@ def _sums(built: TrainState, *, whole: bool) -> _SummedGradients:
     return found
 
 
-def _elements(division: Division) -> int:
-    """Of a bucket's parameters, without padding."""
-    return sum(map(prod, division.shapes.values()))
-
-
-def _holds(bucket: Bucket, stands: Stands, built: TrainState) -> bool:
-    """Some of a bucket's parameters stand there in the model."""
-    return any(built.facts[name].stands == stands for name in bucket.names)
-
-
-def _in_layers(built: TrainState) -> tuple[int, int]:
-    """Of dense buckets of layers that are trained: elements, and the same with padding."""
-    elements = 0
-    padded = 0
-    for bucket in built.data_parallel.buckets:
-        first = built.facts[bucket.names[0]]
-        if bucket.is_trained and first.stands == "layer" and not first.is_expert:
-            elements += _elements(bucket.division)
-            padded += bucket.division.numel
-    return elements, padded
-
-
-def _padding_again(built: TrainState) -> int:
-    """Of dense buckets that are gathered for each chunk or end that uses them."""
-    again = []
-    layers = facts_of(built.spec).layers
-    for bucket in built.data_parallel.buckets:
-        layer = built.facts[bucket.names[0]].layer
-        if layer is not None and not layers[layer].runs_backward:
-            continue
-        is_expert = built.facts[bucket.names[0]].is_expert
-        if not is_expert and (bucket.chunk is None or _holds(bucket, "layer", built)):
-            again.append(bucket)
-    return _padding(again)
-
-
-def _padding(buckets: list[Bucket]) -> int:
-    return sum(bucket.division.numel - _elements(bucket.division) for bucket in buckets)
-
-
-def _padded_sizes(buckets: Sequence[Bucket], built: TrainState) -> PaddedSizes:
-    return PaddedSizes(_sizes(buckets, built, _elements), _sizes(buckets, built, lambda division: division.numel))
-
-
-def _sizes(buckets: Sequence[Bucket], built: TrainState, size: Callable[[Division], int]) -> WeightCount:
-    """Of buckets, by what lies in them."""
+def _sizes(built: TrainState) -> WeightCount:
+    """Elements of the parameters of a rank."""
     dense = 0
     expert = 0
-    for bucket in buckets:
+    for bucket in built.data_parallel.buckets:
         # a bucket holds parameters of one kind
         if built.facts[bucket.names[0]].is_expert:
-            expert += size(bucket.division)
+            expert += bucket.division.elements
         else:
-            dense += size(bucket.division)
+            dense += bucket.division.elements
     return WeightCount(dense, expert)
 
 

@@ -12,12 +12,13 @@ from megaspec.core.axes import (
     expert_shard_degrees,
     rank_groups,
 )
+from megaspec.estimate.buckets import stage_buckets
 from megaspec.estimate.communication import AGREED, collectives_of
 from megaspec.estimate.layer_run import layer_run
-from megaspec.estimate.memory import memory_of, shared_out
-from megaspec.estimate.parameters import partial_gradients, rank_parameters, trained_parameters
-from megaspec.estimate.step_communication import HEAD, LAYERS
+from megaspec.estimate.memory import memory_of
+from megaspec.estimate.parameters import partial_gradients, rank_parameters
 from megaspec.estimate.topology import Collective, Topology, topology_of
+from megaspec.parallelism.stages import stages_of
 from megaspec.spec import Spec
 from megaspec.verify.trace import Trace
 from megaspec.verify.trace_memory import KINDS
@@ -75,7 +76,8 @@ def _parameters(spec: Spec, trace: Trace) -> Iterator[Row]:
 def _memory(spec: Spec, trace: Trace) -> Iterator[Row]:
     planned = memory_of(spec, device="meta")[trace.stage]
     # the plan is of the ranks that have most, where ranks share out rows that they don't divide
-    is_bound = trace.held < shared_out(spec, trained_parameters(spec, trace.stage), from_strategy=1)
+    chunks = stages_of(spec.model.n_layers, spec.parallelism)[trace.stage]
+    is_bound = trace.held < stage_buckets(spec, chunks).all.trained.most_held.total
     for kind in KINDS:
         tolerance = MEMORY_TOLERANCE if kind in ("weights", "gradients", "optimizer") else None
         traced = trace.memory.get(kind, 0)
@@ -88,12 +90,10 @@ def _collectives(spec: Spec, trace: Trace) -> Iterator[Row]:
     plain = spec.model_copy(update={"kernels": spec.kernels.model_copy(update={"compile": "none"})})
     topology = topology_of(plain, None)
     planned: Counter[tuple[str, str]] = Counter()
-    collectives = collectives_of(plain, None, trace.stage)
-    apart = {LAYERS, HEAD} & {collective.what for collective in collectives}
-    for collective in collectives:
+    for collective in collectives_of(plain, None, trace.stage):
         if collective.what == AGREED:
             continue
-        size = collective.times * _padded(collective, spec, trace, apart)
+        size = collective.times * collective.bytes
         if collective.what in trace.summed:
             size = trace.summed[collective.what] * layer_run(spec).wide
         ranks = _group(collective, topology, trace.rank)
@@ -104,39 +104,6 @@ def _collectives(spec: Spec, trace: Trace) -> Iterator[Row]:
     for kind, along in sorted(planned.keys() | traced.keys()):
         what = f"{kind.replace('_', ' ')} over {along}"
         yield Row(what, "bytes", planned[kind, along], traced[kind, along], 0.0)
-
-
-def _padded(collective: Collective, spec: Spec, trace: Trace, apart: set[str]) -> float:
-    """Its bytes with the padding of buckets, which are padded so that every rank has as much and no row is cut.
-    `apart`: of LAYERS and HEAD, what is sent apart from the rest."""
-    planned = collective.bytes
-    is_of_buckets = collective.what.endswith(("gradients", "weights")) and collective.phase != "step"
-    if not is_of_buckets:
-        return planned
-    sizes = trace.gathered if collective.kind == "all_gather" else trace.reduced
-    if collective.what.startswith("experts'"):
-        return planned * sizes.padded.expert / sizes.elements.expert
-    # elements of the dense buckets, without and with padding
-    elements = sizes.elements.dense
-    padded = sizes.padded.dense
-    if collective.kind == "all_gather":
-        # a gather may be of some of the buckets alone: their padding is added as it is
-        width = layer_run(spec).width
-        if collective.phase == "backward":
-            padding = trace.padding_again
-        elif collective.what == HEAD:
-            padding = trace.padding_at_head
-        elif HEAD in apart:
-            padding = padded - elements - trace.padding_at_head
-        else:
-            padding = padded - elements
-        return planned + padding * width
-    if collective.kind == "reduce_scatter" and LAYERS in apart:
-        layer_elements, layer_padded = trace.layers
-        if collective.what == LAYERS:
-            return planned * layer_padded / layer_elements
-        return planned * (padded - layer_padded) / (elements - layer_elements)
-    return planned * padded / elements
 
 
 def _group(collective: Collective, topology: Topology, rank: int) -> tuple[int, ...]:

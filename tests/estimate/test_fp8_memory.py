@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megaspec.data.batch import Batch
-from megaspec.estimate.activations import kept_tensors
+from megaspec.estimate.activations import kept_tensors, layer_bytes
 from megaspec.estimate.communication import AGREED, collectives_of
 from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.memory import memory_of
@@ -27,6 +28,7 @@ from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
 from megaspec.verify.trace import fake_world
 from tests.nn.plain_producers import plain_producers
+from tests.parallelism.kept import kept_bytes
 from tests.parity.cases import SEQUENCES, TOKENS, Case, spec_of
 
 
@@ -212,6 +214,42 @@ def test_kept_bytes_of_layers_with_experts(recipe: str, shared: str, experts: st
     assert found["fp8"] - found["bf16"] == counted["fp8"] - counted["bf16"] + scales - ends
     # what routing keeps besides is small, and the same in both
     assert abs(found["fp8"] - counted["fp8"]) < 0.1 * counted["fp8"]
+
+
+@pytest.mark.parametrize(
+    ("router", "part"),
+    [("", "activation"), ("", "mlp"), ("", "core_attention"), ("softmax", "activation"), ("softmax", "core_attention")],
+)
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise"])
+def test_what_is_recomputed_frees_what_is_planned(recipe: str, router: str, part: str) -> None:
+    """What a product has quantised stays, whoever makes again what that was made from; what a part is computed again
+    from stays as it was."""
+    found = {}
+    counted = {}
+    for recompute in ({"kind": "none"}, {"kind": "selective", "parts": [part]}):
+        case = Case(precision="bf16", n_layers=3, accumulate=6, attention="sdpa", router=router, shared="none")
+        spec = spec_of(replace(case, also=(("parallelism.recompute", recompute),)))
+        if recipe != "bf16":
+            spec = spec.model_copy(update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3")})
+        built = built_of(spec)
+        for layer in built.model.layers.values():
+            if router:
+                layer.moe.force_balance()
+        x = torch.randn(spec.train.micro_batch, TOKENS, spec.model.d_model, dtype=torch.bfloat16).requires_grad_()
+        context = built.model.context(torch.arange(TOKENS), length=TOKENS)
+        unit = built.model.units[2]
+        # weights are quantised in the first pass
+        unit.run(x, context)
+        angles = [one for table in context.angles for one in table]
+        apart = [*built.model.parameters(), *angles, context.positions]
+        found[recompute["kind"]] = kept_bytes(lambda: unit.run(x, context), without=apart)  # noqa: B023
+        planned = layer_bytes(layer_run(spec), facts_of(spec).layers[1])
+        counted[recompute["kind"]] = planned.kept + planned.routed
+    # scales that are no longer kept, in fp32
+    scales = 0
+    if part == "mlp" and recipe != "bf16":
+        scales = 4 * (2 if recipe == "tensorwise" else spec.model.d_model + spec.model.d_ffn)
+    assert counted["none"] - counted["selective"] == found["none"] - found["selective"] - scales
 
 
 @pytest.mark.parametrize("router", ["", "softmax"])

@@ -157,16 +157,23 @@ def llama(changes=None, **model):
 def test_weights_gradients_and_state_by_hand():
     n = rank_parameters(llama(), 0).total
     angles = 16 * 8 * 4
+    # in the buffer of sums, nine norms of 32 and two tables of 257 · 32 numbers are filled up to lines of 64
+    sums = n + 32 * (9 + 2)
     (bf16,) = memory_of(llama())
-    assert (bf16.weights, bf16.gradients, bf16.optimizer) == (2 * n + angles, 4 * n, 12 * n)
+    assert (bf16.weights, bf16.gradients, bf16.optimizer) == (2 * n + angles, 4 * sums, 12 * n)
     (fp32,) = memory_of(llama({"precision.kind": "fp32"}))
-    assert (fp32.weights, fp32.gradients, fp32.optimizer) == (4 * n + angles, 4 * n, 8 * n)
+    assert (fp32.weights, fp32.gradients, fp32.optimizer) == (4 * n + angles, 4 * sums, 8 * n)
     (fp64,) = memory_of(llama({"precision.kind": "fp64"}))
-    assert (fp64.weights, fp64.gradients, fp64.optimizer) == (8 * n + angles, 8 * n, 16 * n)
+    assert (fp64.weights, fp64.gradients, fp64.optimizer) == (8 * n + angles, 8 * sums, 16 * n)
     sgd = llama({"optim": {"kind": "sgd", "lr": 1e-2}}).optim
     assert (state_bytes(sgd, width=2), state_bytes(sgd.model_copy(update={"momentum": 0.0}), width=2)) == (8, 4)
     formats = {"master": "fp16", "exp_avg": "bf16", "exp_avg_sq": "fp8"}
     assert state_bytes(llama({"optim.formats": formats}).optim, width=2) == 2 + 2 + 1
+
+
+# Of a shard of each of six units, most numbers that pad it: it is made of whole rows of 32 and of 48, ends on a line of
+# 64, and may be one longer for what has to begin later. To the number: tests/estimate/test_buckets.py.
+_PADDING = 6 * 2 * 192
 
 
 @pytest.mark.parametrize(
@@ -180,20 +187,28 @@ def test_what_each_strategy_shares_out(strategy, divided):
     for kind in ("weights", "gradients", "optimizer"):
         # context-parallel ranks hold the same weights, so they share too
         over = 8 if kind in divided else 1
-        assert getattr(held, kind) == pytest.approx(getattr(whole, kind) / over, rel=1e-3)
+        evenly = getattr(whole, kind) / over
+        assert 0.99 * evenly <= getattr(held, kind) <= evenly + _PADDING * {"weights": 2 * 8}.get(kind, 12)
 
 
 def test_fsdp_shares_weights_and_gathers_a_layer_at_a_time():
     shards = {"tp": 1, "dp_shard": 8, "dp_replicate": 1, "dp_strategy": "fsdp"}
     whole, (held,) = memory_of(llama())[0], memory_of(llama({"parallelism": shards}))
-    assert held.weights - 16 * 8 * 4 == pytest.approx((whole.weights - 16 * 8 * 4) / 8, rel=1e-3)
+    evenly = (whole.weights - 16 * 8 * 4) / 8
+    assert evenly <= held.weights - 16 * 8 * 4 <= evenly + _PADDING * 2
     # at the output head: its weights, and the last gradients of another micro batch on their way, the embedding's
     table = 40_000 * 32
+    # with the last norm, and lines of 64 in each of eight shards
+    head = table + 8 * 64
     wide, several, in_turn = (
         memory_of(llama({"parallelism": shards | more, "train.global_batch": batch}, vocab_size=40_000))[0]
         for batch, more in ((8, {}), (16, {}), (16, {"overlap": {"grad_reduce": False}}))
     )
-    assert (wide.communication, several.communication, in_turn.communication) == (2 * table, 6 * table, 2 * table)
+    assert (wide.communication, several.communication, in_turn.communication) == (
+        2 * head,
+        2 * head + 4 * table,
+        2 * head,
+    )
     hsdp = {"tp": 1, "dp_shard": 8, "dp_replicate": 4, "dp_strategy": "hsdp"}
     assert memory_of(llama({"parallelism": hsdp, "train.global_batch": 32}))[0].weights == held.weights
 
@@ -203,7 +218,10 @@ def test_experts_are_shared_out_over_their_own_replicas():
     recipe = plan(LLAMA | {"moe": MOE}, changes)
     held = rank_parameters(recipe, 0)
     # 8 ranks: experts have 2 replicas, everything else 4
-    assert memory_of(recipe)[0].optimizer == 12 * (-(-held.dense // 4) + -(-held.expert // 2))
+    evenly = 12 * (held.dense / 4 + held.expert / 2)
+    # the rank that has most: the first, whose shards have no padding at their ends
+    rows = 12 * 192 * len(facts_of(recipe).layers)
+    assert evenly <= memory_of(recipe)[0].optimizer <= evenly + rows
 
 
 def test_stages_hold_micro_batches_in_flight():

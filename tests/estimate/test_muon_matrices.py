@@ -59,7 +59,9 @@ def test_states_by_hand():
     # master and momentum of matrices; master and two moments of the rest
     assert memory_of(recipe)[0].optimizer == 8 * hidden + 12 * (everything - hidden)
     sharded = plan(LLAMA, MUON | {"parallelism": {"dp_strategy": "zero1", "dp_shard": 4, "tp": 1}})
-    assert memory_of(sharded)[0].optimizer == 8 * -(-everything // 4) + 4 * -(-(everything - hidden) // 4)
+    evenly = 8 * everything / 4 + 4 * (everything - hidden) / 4
+    # of the rank that has most: rows of 48, and lines of 64, in its shards of whole rows
+    assert evenly <= memory_of(sharded)[0].optimizer <= evenly + 12 * 2 * 192
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megaspec.estimate.trained import facts_of
@@ -19,7 +21,7 @@ from megaspec.nn.mlp.module import MLPS, Gated, GatedMlp
 from megaspec.nn.mlp.spec import GatedMlpSpec
 from megaspec.nn.moe.facts import GATHERED
 from megaspec.nn.moe.fp8 import Fp8Experts
-from megaspec.nn.moe.module import Experts
+from megaspec.nn.moe.module import Experts, Moe
 from megaspec.nn.norm.module import NORMS, KernelNorm, RmsNorm
 from megaspec.nn.norm.spec import RmsNormSpec
 from megaspec.parallelism.fp8 import Fp8
@@ -118,7 +120,7 @@ OF_EXPERTS = {
     "an activation of its own": (
         replace(_EXPERTS, also=(("parallelism.recompute", {"kind": "selective", "parts": ["activation"]}),)),
         set(),
-        False,
+        True,
     ),
 }
 
@@ -308,11 +310,14 @@ def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
             if isinstance(module, Gated) and module.fp8_producer:
                 found.add((f"{number}.{name}.w_gate_up", "gradient", "gated"))
                 found.add((f"{number}.{name}.w_down", "input", "gated"))
-            if isinstance(module, Experts) and module.writes_fp8:
+            # other scales are found in a pass before, for which what is cast has to be there
+            is_known = isinstance(module, Experts) and module.entry.fp8 is not None
+            is_known = is_known and module.entry.fp8.recipe == "delayed"
+            if is_known and module.writes_fp8:
                 found.add((f"{number}.{name}.w_down", "input", "gated"))
                 if module.entry.bias is None:
                     found.add((f"{number}.{name}.w_gate_up", "gradient", "gated"))
-            if isinstance(module, Experts) and module.moves_fp8:
+            if is_known and module.moves_fp8:
                 found.add((f"{number}.{name}.{module.into_name}", "input", GATHERED))
                 if module.w_down.bias is None:
                     found.add((f"{number}.{name}.w_down", "gradient", GATHERED))
@@ -322,6 +327,31 @@ def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
             if isinstance(module, KernelNorm) and module.fp8 is not None:
                 found.add((names[int(module.fp8.ticket)], "input", "norm"))
     return found
+
+
+def planned_to_write(spec: Spec) -> set[tuple[str, str, str]]:
+    """The same of the facts."""
+    planned = set()
+    for number, layer in enumerate(facts_of(spec).layers):
+        for linear in layer.linears:
+            writing = writing_operations(spec)
+            if linear.tokens == "routed":
+                writing = operations_writing_for_experts(spec)
+            if not linear.takes_fp8:
+                continue
+            if linear.input_by in writing:
+                planned.add((f"{number}.{linear.name}", "input", linear.input_by))
+            if linear.gradient_by in writing:
+                planned.add((f"{number}.{linear.name}", "gradient", linear.gradient_by))
+    return planned
+
+
+def with_kernels(case: Case) -> Spec:
+    kernels = [(f"kernels.{operation}", "triton") for operation in OPERATIONS]
+    return spec_of(replace(case, also=(*case.also, *kernels, ("kernels.fp8_cast", "triton"))))
+
+
+_OF_RANKS = replace(_CASE, tp=2, sequence=True, router="softmax", accumulate=1)
 
 
 @pytest.mark.parametrize(
@@ -347,22 +377,93 @@ def who_writes(spec: Spec) -> set[tuple[str, str, str]]:
         replace(_CASE, tp=2, sequence=True),
         replace(_CASE, tp=2, sequence=True, family="gpt"),
         replace(_CASE, tp=2, sequence=True, router="softmax", n_layers=4, every=2),
+        replace(_OF_RANKS, ep=2),
+        replace(_OF_RANKS, ep=2, dispatch="all_gather"),
+        replace(_OF_RANKS, etp=2, experts="bias"),
     ],
     ids=str,
 )
 def test_the_plan_knows_who_writes(case: Case) -> None:
-    kernels = [(f"kernels.{operation}", "triton") for operation in OPERATIONS]
-    spec = spec_of(replace(case, also=(*case.also, *kernels, ("kernels.fp8_cast", "triton"))))
-    planned = set()
-    for number, layer in enumerate(facts_of(spec).layers):
-        for linear in layer.linears:
-            writing = writing_operations(spec)
-            if linear.tokens == "routed":
-                writing = operations_writing_for_experts(spec)
-            if not linear.takes_fp8:
-                continue
-            if linear.input_by in writing:
-                planned.add((f"{number}.{linear.name}", "input", linear.input_by))
-            if linear.gradient_by in writing:
-                planned.add((f"{number}.{linear.name}", "gradient", linear.gradient_by))
-    assert planned == who_writes(spec)
+    spec = with_kernels(case)
+    assert planned_to_write(spec) == who_writes(spec)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Layers of any kind, with experts on ranks of any kind."""
+    recipe = draw(st.sampled_from(["delayed", "delayed", "tensorwise"]))
+    parts = st.sets(st.sampled_from(["norm", "activation", "mlp", "moe", "core_attention"]), min_size=1)
+    recompute: dict[str, Any] = {"kind": draw(st.sampled_from(["none", "full", "selective"]))}
+    if recompute["kind"] == "selective":
+        recompute["parts"] = sorted(draw(parts))
+    ranks: dict[str, Any] = draw(
+        st.sampled_from(
+            [
+                {},
+                {"tp": 2, "sequence": True},
+                {"tp": 2, "sequence": True, "ep": 2},
+                {"tp": 2, "sequence": True, "ep": 2, "dispatch": "all_gather"},
+                {"tp": 2, "sequence": True, "etp": 2},
+                {"dp": 2, "ep": 2, "strategy": "zero1"},
+                {"dp": 2, "ep": 2, "strategy": "zero1", "dispatch": "all_gather"},
+            ]
+        )
+    )
+    router = draw(st.sampled_from(["softmax", "sigmoid"]))
+    is_of_experts = draw(st.booleans()) or "ep" in ranks or "etp" in ranks
+    of_experts: dict[str, Any] = {}
+    if is_of_experts:
+        of_experts = {
+            "router": router,
+            "experts": draw(st.sampled_from(["", "bias", "clamped", "plain", "inputs"])),
+            "shared": draw(st.sampled_from(["none", "plain", "gate"])),
+            "every": draw(st.sampled_from([1, 2])),
+        }
+    return replace(
+        _CASE,
+        precision=f"fp8 {recipe}",
+        accumulate=1,
+        n_layers=2 * of_experts.get("every", 1),
+        family=draw(st.sampled_from(["llama", "llama", "gpt"])),
+        qk_norm=draw(st.booleans()),
+        also=(("parallelism.recompute", recompute),),
+        **ranks,
+        **of_experts,
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_the_plan_knows_who_writes_in_any_layout(case: Case) -> None:
+    spec = with_kernels(case)
+    assert planned_to_write(spec) == who_writes(spec)
+
+
+@pytest.mark.parametrize(("dispatch", "moves"), [("all_to_all", False), ("all_gather", True)])
+def test_rows_that_other_ranks_send_are_not_gathered_in_fp8(
+    dispatch: str, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what runs: tokens are quantised by their rows where experts get tokens, and nowhere else."""
+    gathered = []
+    cast = Fp8Experts.quantise_rows
+
+    def watched(*inputs: Any, index_R: Tensor | None = None, **more: Any) -> Fp8Pair:
+        gathered.append(index_R is not None)
+        return cast(*inputs, index_R=index_R, **more)
+
+    monkeypatch.setattr(Fp8Experts, "quantise_rows", watched)
+    case = replace(_CASE, dp=2, ep=2, strategy="zero1", router="softmax", dispatch=dispatch, accumulate=1)
+    spec = spec_of(case)
+    with fake_world(0, spec.world_size):
+        built = build(spec, mesh=mesh_of(spec, rank=0, device=torch.device("cpu")))
+        initialise(built)
+        for module in built.model.modules():
+            if isinstance(module, Moe):
+                # the loads of a world that is not there are no numbers
+                module.force_balance()
+        ids = torch.zeros(spec.train.micro_batch, spec.data.seq_len, dtype=torch.int64)
+        built.model.loss(ids, ids, torch.ones_like(ids, dtype=torch.float64)).backward()
+    assert gathered
+    assert any(gathered) is moves
+    flags = [module.moves_fp8 for module in built.model.modules() if isinstance(module, Experts)]
+    assert set(flags) == {moves}

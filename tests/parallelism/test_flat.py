@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaspec.parallelism.flat import divide, together
+from megaspec.parallelism.flat import divide
+from megaspec.parallelism.places import places_of, together
 
 SHAPES = {
     "a layer": {"norm": (32,), "wqkv": (96, 32), "wo": (32, 32), "down": (32, 48), "bias": (32,)},
@@ -64,12 +65,10 @@ def test_any_shapes(shapes, shards):
     for run in runs:
         division = check({name: named[name] for name in run}, shards)
         elements = sum(prod(named[name]) for name in run)
-        # rows are whole and a shard ends on a line, so that one alone is rounded up to this
-        longest = max(lcm(64, prod(named[name][1:])) for name in run)
+        # rows are whole, so that one alone is rounded up to this
+        longest = max(prod(named[name][1:]) for name in run)
         # shards are rounded up once, and what lies across a border may begin later, once for each border
-        allowed = max(elements / 16, longest * shards)
-        if len(runs) == 1:
-            allowed = max(allowed, 1 << 16)
+        allowed = max(elements / 16, longest * shards, 1 << 16)
         assert division.numel <= elements + 64 * len(run) + 3 * allowed
 
 
@@ -81,6 +80,36 @@ def test_widths_without_a_common_factor_lie_apart():
     wanted = sum(map(prod, primes.values()))
     assert sum(check({name: primes[name] for name in run}, 8).numel for run in runs) < 16 * wanted
     assert together(primes, shards=1) == [list(primes)]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(500, 9000), st.integers(500, 9000)), min_size=1, max_size=8),
+    st.sampled_from([2, 7, 8, 64, 256]),
+)
+def test_large_matrices_of_any_widths_are_padded_by_a_share(shapes, shards):
+    """Buffers are not made here: widths have no factor in common, matrices are those of large models."""
+    named = {str(number): shape for number, shape in enumerate(shapes)}
+    elements = sum(map(prod, shapes))
+    held = sum(
+        places_of({name: named[name] for name in run}, shards=shards).numel for run in together(named, shards=shards)
+    )
+    # each of a parameter's shards may lack a row, which is what equal shards of whole rows need
+    rows = sum(width * shards for _, width in shapes)
+    assert elements <= held <= 1.2 * elements + rows + 64 * len(shapes)
+
+
+@pytest.mark.parametrize(
+    ("width", "shards", "most"), [(509, 64, 1.01), (509, 256, 1.01), (4099, 64, 1.02), (4099, 256, 1.07)]
+)
+def test_seven_coprime_widths(width, shards, most):
+    """Of as many rows as columns. On lines of 64 elements 256 shards of 509 were 32 times as much as there is."""
+    primes = [n for n in range(width, 2 * width) if all(n % one for one in range(2, int(n**0.5) + 1))][:7]
+    assert lcm(*primes) == prod(primes)
+    named = {str(prime): (width, prime) for prime in primes}
+    elements = sum(map(prod, named.values()))
+    runs = together(named, shards=shards)
+    assert sum(places_of({name: named[name] for name in run}, shards=shards).numel for run in runs) <= most * elements
 
 
 def layer_of(d_model, heads, d_ffn, vocabulary):
@@ -96,6 +125,24 @@ REAL = (
     (3584, 3584, 18944, 152064),
     (5120, 8192, 25600, 151936),
 )
+
+
+# Elements of a shard of those layers among 8 ranks and among 64, and where their parameters start among 64: where
+# numbers lie decides in which order ranks add them up, so these stay as they are.
+PLACES = (
+    ((91_893_760, 11_497_472), (0, 16_777_216, 33_554_432, 151_001_088, 209_721_344, 209_727_488)),
+    ((53_637_120, 6_773_760), (0, 26_214_400, 52_428_800, 193_992_192, 264_771_072, 264_780_800)),
+    ((96_803_840, 12_199_936), (0, 12_845_056, 25_690_112, 161_497_600, 229_392_896, 229_397_504)),
+    ((157_081_600, 19_660_800), (0, 41_943_040, 83_886_080, 346_035_200, 477_107_200, 477_112_320)),
+)
+
+
+@pytest.mark.parametrize(("widths", "places"), list(zip(REAL, PLACES, strict=True)), ids=str)
+def test_real_models_lie_where_they_lay(widths, places):
+    shards, starts = places
+    layer = layer_of(*widths)
+    assert tuple(places_of(layer, shards=ranks).shard for ranks in (8, 64)) == shards
+    assert tuple(places_of(layer, shards=64).starts.values()) == starts
 
 
 @pytest.mark.parametrize("widths", REAL, ids=str)

@@ -13,14 +13,20 @@ from torch._functorch.aot_autograd import aot_module
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
+from megaspec.estimate.communication import layer_collectives
+from megaspec.estimate.layer_run import layer_run
+from megaspec.estimate.topology import topology_of
+from megaspec.estimate.trained import facts_of
 from megaspec.nn.fp8 import Fp8Form, Fp8Input, Fp8Linear, Fp8Shared, Fp8Use
 from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8
 from megaspec.nn.fp8_producers import Producer
 from megaspec.nn.norm.module import RmsNorm
 from megaspec.nn.norm.spec import RmsNormSpec
 from megaspec.parallelism.tensor import ColumnParallelLinear, RowParallelLinear
+from megaspec.precision.spec import Fp8Precision
 from megaspec.verify.trace import fake_world
 from megaspec_kernels.registry import REGISTRY
+from tests.parity.cases import Case, spec_of
 
 RANKS, TOKENS, WIDTH = 2, 32, 64
 
@@ -124,6 +130,27 @@ def test_what_compiled_layers_gather(
 ) -> None:
     found = passes(partial(_Pair, recipe=recipe))
     assert found.gathered == {"forward": Counter(forward), "backward": Counter(backward)}
+    assert planned_bytes(recipe) == {"forward": bytes_of(forward), "backward": bytes_of(backward)}
+
+
+def bytes_of(gathered: dict[torch.dtype, int]) -> int:
+    """Of one number of the tokens that ranks gather."""
+    return sum(dtype.itemsize * times for dtype, times in gathered.items())
+
+
+def planned_bytes(recipe: str) -> dict[str, float]:
+    """The same of the plan, of one pair of products: scales, one in fp32 for each token, left out."""
+    case = Case(tp=RANKS, sequence=True, precision="bf16", n_layers=3, attention="sdpa", compile="block")
+    spec = spec_of(case)
+    spec = spec.model_copy(update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3")})
+    tokens = layer_run(spec).tokens.all
+    # of three layers the one in the middle computes in fp8
+    layer = facts_of(spec).layers[1]
+    found = {"forward": 0.0, "backward": 0.0}
+    for one in layer_collectives(spec, topology_of(spec, None), layer):
+        if one.kind == "all_gather" and one.what == "attention" and one.bytes != 4 * tokens:
+            found[one.phase] += one.times * one.bytes / (tokens * spec.model.d_model)
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")

@@ -1,7 +1,7 @@
 """A layer's facts: those of its residual sub-layers, one behind the other or side by side."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -15,6 +15,7 @@ from megaspec.core.part_facts import (
     PartFacts,
     Routing,
     Vector,
+    Weight,
     Width,
     features,
 )
@@ -50,6 +51,20 @@ class SubLayer:
             if part is not None:
                 yield part
 
+    @property
+    def weights(self) -> Iterator[Weight]:
+        """Every parameter, in the order of the modules."""
+        if self.pre is not None:
+            yield from self.pre.weights
+        # the gate of shared experts stands behind them
+        behind = [linear for linear in self.mix.linears if linear.purpose == "shared_experts"]
+        yield from replace(self.mix, linears=tuple(one for one in self.mix.linears if one not in behind)).weights
+        if self.shared is not None:
+            yield from self.shared.weights
+        yield from PartFacts(linears=tuple(behind)).weights
+        if self.post is not None:
+            yield from self.post.weights
+
 
 @dataclass(frozen=True, eq=False)
 class LayerFacts:
@@ -75,6 +90,11 @@ class LayerFacts:
     @cached_property
     def vectors(self) -> tuple[Vector, ...]:
         return tuple(vector for part in self.parts for vector in part.vectors)
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """Every parameter, in the order of the modules."""
+        return tuple(weight for sublayer in self.sublayers for weight in sublayer.weights)
 
     @cached_property
     def attention(self) -> AttentionProducts | None:

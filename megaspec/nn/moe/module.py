@@ -288,6 +288,8 @@ class Dispatch(Protocol):
 
     balanced: bool
     """Experts are chosen in turn, whatever the router says: loads are known without a look at the device."""
+    hands_tokens: bool
+    """Experts take tokens, and gather the rows of each themselves; otherwise rows, from whoever has gathered them."""
 
     def __call__(
         self, x_MD: Tensor, routing: Routing, experts: Experts, *, shared_experts: SharedExperts, capacity: int | None
@@ -303,6 +305,7 @@ class LocalDispatch:
     """All experts lie on this device."""
 
     balanced = False
+    hands_tokens = True
 
     def __call__(
         self, x_MD: Tensor, routing: Routing, experts: Experts, *, shared_experts: SharedExperts, capacity: int | None
