@@ -8,7 +8,9 @@ context-parallel ranks. So dp ranks compute what one rank computes with the same
 
 Note "Delayed". Scales of a step are made of the largest elements of the steps before it, so that they are known before
 the elements are. After each step the largest of all micro batches and of all ranks that share the layer are remembered:
-one all-reduce for all layers. The first step, before anything is remembered, has scales of the tensors themselves.
+one all-reduce for all layers. Before anything is remembered scales are those of the tensors themselves: in the first
+step, and of a layer's inputs or gradients also behind steps in which they were all zero or not finite, as where a fork
+trains what was frozen. Which these are the host reads behind steps that meet some, and when a checkpoint is loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -170,10 +172,10 @@ class Fp8:
         if not self.is_delayed:
             return
         self._shared.is_recording = True
+        self._shared.met_fresh = False
         self._seen.zero_()
         self.saturated.zero_()
-        if not self._shared.is_fresh:
-            self._set_scales()
+        self._set_scales()
 
     @torch.no_grad()
     def finish_step(self) -> Tensor | None:
@@ -189,7 +191,8 @@ class Fp8:
         is_seen = (self._seen > 0) & torch.isfinite(self._seen)
         newest = torch.where(is_seen, self._seen, self.largest[..., 0])
         self.largest.copy_(torch.cat((newest[..., None], self.largest[..., :-1]), dim=-1))
-        self._shared.is_fresh = False
+        if self._shared.met_fresh:
+            self._find_fresh()
         if not self._form.counts_saturated:
             return None
         saturated = self.saturated.clone()
@@ -219,12 +222,20 @@ class Fp8:
         """The inverse of `state`; empty: nothing is remembered."""
         if not state:
             self.largest.zero_()
-            self._shared.is_fresh = True
-            return
-        for name, mine in self.state().items():
-            mine.copy_(state[name])
-        self._shared.is_fresh = not bool(self.largest.any())
+        else:
+            for name, mine in self.state().items():
+                mine.copy_(state[name])
+        self._find_fresh()
         self._set_scales()
+
+    def _find_fresh(self) -> None:
+        """Looks of what nothing is remembered; waits for the device."""
+        if self.largest.is_meta:
+            # traced: there are no numbers
+            return
+        is_known = (self.largest.amax(-1) > 0).tolist()
+        for linear, known in zip(self.linears.values(), is_known, strict=True):
+            linear.memory.fresh = frozenset(role for role, one in zip(REMEMBERED, known, strict=True) if not one)
 
 
 def _have_fp8_written(layer: Layer, recomputed: frozenset[str]) -> None:
