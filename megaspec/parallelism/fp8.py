@@ -178,6 +178,13 @@ class Fp8:
         self._set_scales()
 
     @torch.no_grad()
+    def start_evaluation(self) -> None:
+        """Call before the first forward pass of an evaluation: scales are those of the step that comes next, and of one
+        that goes on from a checkpoint."""
+        if self.is_delayed:
+            self._set_scales()
+
+    @torch.no_grad()
     def finish_step(self) -> Tensor | None:
         """Call behind the last backward pass of a step, on all ranks: remembers its largest elements. -> how many
         elements saturated, over all ranks; None: none can, or nobody counts them."""
