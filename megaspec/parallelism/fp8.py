@@ -8,9 +8,10 @@ context-parallel ranks. So dp ranks compute what one rank computes with the same
 
 Note "Delayed". Scales of a step are made of the largest elements of the steps before it, so that they are known before
 the elements are. After each step the largest of all micro batches and of all ranks that share the layer are remembered:
-one all-reduce for all layers. Before anything is remembered scales are those of the tensors themselves: in the first
-step, and of a layer's inputs or gradients also behind steps in which they were all zero or not finite, as where a fork
-trains what was frozen. Which these are the host reads behind steps that meet some, and when a checkpoint is loaded.
+one all-reduce for all layers. A step that is left out is not remembered: what was not finite in it has neighbours of
+any size. Before anything is remembered scales are those of the tensors themselves: in the first step, and of a layer's
+inputs or gradients as long as they were all zero or steps were left out, or where a fork trains what was frozen. Which
+these are the host reads behind steps that meet some, and when a checkpoint is loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -185,17 +186,18 @@ class Fp8:
             self._set_scales()
 
     @torch.no_grad()
-    def finish_step(self) -> Tensor | None:
-        """Call behind the last backward pass of a step, on all ranks: remembers its largest elements. -> how many
-        elements saturated, over all ranks; None: none can, or nobody counts them."""
+    def finish_step(self, *, skip: Tensor) -> Tensor | None:
+        """Call behind the last backward pass of a step, on all ranks: remembers its largest elements. `skip`: scalar,
+        not 0 where the step was left out, whose elements may be of any size. -> how many elements saturated, over all
+        ranks; None: none can, or nobody counts them."""
         if not self.is_delayed:
             return None
         self._shared.is_recording = False
         group = self._mesh.group("tp-dp-cp")
         if group is not None and len(self.linears):
             counted.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)
-        # a step that saw nothing, or nothing finite, is taken to be as the one before it
-        is_seen = (self._seen > 0) & torch.isfinite(self._seen)
+        # a step that was left out, or saw nothing, is taken to be as the one before it
+        is_seen = (self._seen > 0) & torch.isfinite(self._seen) & (skip == 0)
         newest = torch.where(is_seen, self._seen, self.largest[..., 0])
         self.largest.copy_(torch.cat((newest[..., None], self.largest[..., :-1]), dim=-1))
         if self._shared.met_fresh:

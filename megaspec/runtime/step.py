@@ -227,7 +227,6 @@ def train_step(
     if checks is not None:
         checks.before_step(compute)
     local = compute(on_phase=on_phase)
-    saturated = built.fp8.finish_step()
     data = built.data_parallel
     known = data.norms
     if on_gradients is not None:
@@ -257,6 +256,7 @@ def train_step(
     built.summed.is_spent = True
     data.gather_weights()
     routers = built.expert_parallel.finish_step(built.chunks, skip=skip)
+    saturated = built.fp8.finish_step(skip=skip)
     scaler.update((~torch.isfinite(norm) | ~torch.isfinite(loss)).to(torch.float32))
     differing = torch.zeros_like(norm)
     if checks is not None:

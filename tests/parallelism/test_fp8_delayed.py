@@ -28,9 +28,11 @@ def begun(case: Case = CASE) -> TrainState:
     return built
 
 
-def gradients(built: TrainState, batch: Batch) -> dict[str, Tensor]:
+def gradients(built: TrainState, batch: Batch, *, loss_scale: float = 1.0) -> dict[str, Tensor]:
     """Of a step that changes no weight."""
     found: dict[str, Tensor] = {}
+    scaler = build_scaler(built.spec.precision, device=built.device)
+    scaler.scale = loss_scale * scaler.scale
 
     def keep() -> None:
         found.update({name: grad.clone() for name, grad in built.data_parallel.gradients.items()})
@@ -40,7 +42,7 @@ def gradients(built: TrainState, batch: Batch) -> dict[str, Tensor]:
         divide(batch, mesh=built.mesh, micro_batch=built.spec.train.micro_batch),
         lr=0.0,
         weight_decay=0.0,
-        scaler=build_scaler(built.spec.precision, device=built.device),
+        scaler=scaler,
         on_gradients=keep,
     )
     return found
@@ -85,6 +87,24 @@ def test_one_layer_may_have_nothing_to_remember(role: str) -> None:
     # the same tokens and weights: scales of the step before are those of the tensors
     assert_same(gradients(again, BATCH), expected)
     assert torch.equal(again.fp8.state()[name][:, 0], built.fp8.state()[name][:, 0])
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_step_that_is_left_out_is_not_remembered(before: int) -> None:
+    """Its largest finite element may be of any size: as long as it were remembered, gradients would be rounded to
+    zero."""
+    built = begun()
+    expected = gradients(built, BATCH)
+    if not before:
+        built = begun()
+    remembered = built.fp8.largest.clone()
+    huge = gradients(built, BATCH, loss_scale=1e200)
+    assert all(gradient.isfinite().all() for gradient in huge.values())
+    assert max(gradient.abs().max() for gradient in huge.values()) > 1e150
+    # taken to be as the one before it
+    assert torch.equal(built.fp8.largest[..., 0], remembered[..., 0])
+    assert torch.equal(built.fp8.largest[..., 1:], remembered[..., :-1])
+    assert_same(gradients(built, BATCH), expected)
 
 
 @pytest.mark.parametrize("trainable", ["", "upper"])
