@@ -240,16 +240,18 @@ class Fp8Linear:
 
     def known(self, role: Role) -> Known | None:
         """What a kernel needs that writes fp8 without having seen all of a matrix. None: no scale is known before."""
-        recorded = self._recorded(role)
-        return None if self.is_fresh(role) else recorded
+        self.meet(role)
+        return None if self.is_fresh(role) else self._recorded(role)
 
     def is_fresh(self, role: Role) -> bool:
-        """Whether nothing is remembered of what scales of steps before would be made of. A training step that asks has
-        its end look at what was seen: all ranks that share the layer ask in the same steps."""
-        is_fresh = self.memory is not None and role in self.memory.fresh
-        if is_fresh and self.shared.is_recording:
+        """Whether nothing is remembered of what scales of steps before would be made of."""
+        return self.memory is not None and role in self.memory.fresh
+
+    def meet(self, role: Role) -> None:
+        """A training step has come to it: where it is fresh, the step's end looks at what was seen of it. All ranks
+        that share the layer have to meet it in the same steps."""
+        if self.shared.is_recording and self.is_fresh(role):
             self.shared.met_fresh = True
-        return is_fresh
 
     def _recorded(self, role: Role) -> Known | None:
         """What is known and recorded of a role, if anything is; fresh or not."""
