@@ -14,10 +14,11 @@ from typing import Any
 from megaspec.checkable import PartlyError
 from megaspec.commands.numbers import count, positive
 from megaspec.commands.paragraphs import Paragraphs
-from megaspec.commands.planned import refuse_jobs
+from megaspec.commands.planned import THROUGHPUT, refuse_jobs, split_words
 from megaspec.compose.compose import Composed
 from megaspec.compose.words import compose_words, take, tell_left_out, words_parser
-from megaspec.core.errors import Problem, RecipeError, WriteError, printable
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, WriteError, printable
+from megaspec.core.problems import show, value_at
 from megaspec.data.fetch import bring_here
 from megaspec.data.files import write_text
 from megaspec.estimate.target import Target, detect_target
@@ -29,6 +30,7 @@ from megaspec.log.prediction import FILE_NAME
 from megaspec.log.profile_table import table_lines
 from megaspec.plan.predict import predict
 from megaspec.plugins import loaded
+from megaspec.profiling.spec import ProfileSpec
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
@@ -124,7 +126,7 @@ def _join(args: argparse.Namespace, place: RankPlace, folder: Path, ranks: list[
 def _prepare(args: argparse.Namespace, target: Target, folder: Path, ranks: list[int]) -> Spec:
     """Writes what ranks read. RecipeError: the recipe can't be trained here, or has too few steps or ranks."""
     memory, words = take(args.words, "memory", MEMORY)
-    throughput, words = _throughput_file(words)
+    given, words = split_words(words, (THROUGHPUT,))
     try:
         composed = compose_words(words, args.config_dir)
     except PartlyError as error:
@@ -135,23 +137,12 @@ def _prepare(args: argparse.Namespace, target: Target, folder: Path, ranks: list
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
     _refuse(args, composed, spec, ranks)
-    measured = None if throughput is None else read_throughput(Path(throughput))
+    measured = None
+    if THROUGHPUT in given:
+        measured = read_throughput(Path(given[THROUGHPUT]))
     (folder / "spec.json").write_text(spec.model_dump_json())
     (folder / FILE_NAME).write_text(predict(spec, target, throughput=measured).model_dump_json())
     return spec
-
-
-def _throughput_file(words: list[str]) -> tuple[str | None, list[str]]:
-    """The file of `throughput=FILE`, and the other words."""
-    found = None
-    rest = []
-    for word in words:
-        name, _, value = word.partition("=")
-        if name == "throughput":
-            found = value
-        else:
-            rest.append(word)
-    return found, rest
 
 
 def _refuse(args: argparse.Namespace, composed: Composed, spec: Spec, ranks: list[int]) -> None:
@@ -167,8 +158,26 @@ def _refuse(args: argparse.Namespace, composed: Composed, spec: Spec, ranks: lis
         if spec.world_size > 1:
             way_out = f"try 0 to {spec.world_size - 1}"
         problems.append(Problem("launcher.ranks", f"{text}; {way_out}"))
+    if args.balanced and composed.recipe.model.moe is None:
+        text = "--balanced is for experts, and model.moe=null: there are none; drop it"
+        problems.append(Problem("model.moe", text, composed.origins.get("model.moe", "")))
+    problems += _said_of_profiles(composed)
     if problems:
         raise RecipeError(problems)
+
+
+def _said_of_profiles(composed: Composed) -> list[Problem]:
+    """What the command line says of a run's own profile, which is not made here. A recipe may say it for its runs."""
+    instead = {"profile.steps": "--warm and --steps", "profile.ranks": "--rank"}
+    problems = []
+    for key in (f"profile.{name}" for name in ProfileSpec.model_fields):
+        if composed.origins.get(key) == COMMAND_LINE:
+            value = show(value_at(composed.recipe.model_dump(mode="json"), key))
+            text = f"{key}={value} is of train and resume; drop it"
+            if key in instead:
+                text += f", bench step takes {instead[key]}"
+            problems.append(Problem(key, text, COMMAND_LINE))
+    return problems
 
 
 def _tell(args: argparse.Namespace, folder: Path) -> None:

@@ -117,7 +117,7 @@ COMMANDS: dict[str, Completed] = {
     "sweep show": Completed(folder=SWEEP),
     "bench": Completed(),
     "bench step": Completed(
-        ("--balanced", "--config-dir", "--out", "--rank", "--steps", "--warm"), "words", (*_MACHINE, "memory")
+        ("--balanced", "--config-dir", "--out", "--rank", "--steps", "--warm"), "words", ("throughput", "memory")
     ),
     "bench throughput": Completed(("--only", "--out", "--seconds")),
     "bench kernel": Completed(("--json",)),

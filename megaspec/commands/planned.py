@@ -22,6 +22,7 @@ from megaspec_kernels.catalog import packages_of
 DEFAULT = "H100"
 CPU = "cpu"
 MAX_GPUS = 1_000_000
+THROUGHPUT = "throughput"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def plan_words(
     launcher.ranks that a file sets gives way to `gpus=`. `searched`: keys that will be decided anew. RecipeError: what
     `compose` raises, with every rule that is broken beside it.
     """
-    given, rest = _split_words(words)
+    given, rest = split_words(words, ("hardware", "gpus", THROUGHPUT))
     here = detect_target()
     try:
         composed = compose_words(rest, config_dirs)
@@ -166,14 +167,14 @@ def fewest_ranks(recipe: Recipe) -> int:
     return max(both_grids, dense)
 
 
-def _split_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The words that name the machine, and the others, which are the recipe's. RecipeError: one without a value, or
-    given twice."""
+def split_words(words: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The words of these names, which say something of the machine, and the others, which are the recipe's.
+    RecipeError: one without a value, or given twice."""
     given: dict[str, str] = {}
     rest: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or name not in ("hardware", "gpus", "throughput"):
+        if not equals or name not in names:
             rest.append(word)
         elif name in given or not value:
             what = "is given more than once" if name in given else "is empty"
@@ -226,8 +227,8 @@ def _throughput(given: dict[str, str], hardware: Hardware | None) -> MeasuredThr
     """Those of a file that is given, else those measured for the hardware; None on a CPU and on unknown GPUs."""
     if given.get("hardware") == CPU:
         return None
-    if "throughput" in given:
-        return read_throughput(Path(given["throughput"]), hardware)
+    if THROUGHPUT in given:
+        return read_throughput(Path(given[THROUGHPUT]), hardware)
     if hardware is None:
         return None
     return throughput_of(hardware)

@@ -23,6 +23,7 @@ from megaspec.data.files import write_text
 from megaspec.estimate.hardware import HARDWARE, Hardware
 from megaspec.parallelism.stages import stages_of
 from megaspec.recipe import Recipe
+from megaspec.resolve.beside import broken_by_all
 from megaspec.resolve.fill import documents_in_words, plainly_drafted
 from megaspec.resolve.gather import gather_facts
 from megaspec.rules.difference import leaves
@@ -33,6 +34,8 @@ from megaspec.search.tune import DIVIDES, SEARCHED, Candidate, Found, Grid, tune
 _RECOMPUTED = tuple(f"parallelism.recompute.{name}" for name in ("parts", "method", "layers"))
 # What follows from the fields that a search decides, unless the command line sets it.
 OPEN_WITH_THEM = ("parallelism.dp_replicate", "parallelism.dp_shard", "parallelism.sequence_parallel")
+# What layouts may differ in: with a field that is searched goes all that is said of it.
+_MAY_DIFFER = ("parallelism", "train.micro_batch", "launcher.ranks")
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,11 @@ def find(args: argparse.Namespace) -> Search:
         content["train"]["micro_batch"] = AUTO
     asked = Recipe.model_validate_json(json.dumps(content))
     facts = replace(gather_facts(asked), problems=())
+    problems = broken_by_all(
+        asked, composed.origins, target, facts, searched=_MAY_DIFFER, is_for_training=args.trainable
+    )
+    if problems:
+        raise RecipeError(problems)
     draft = plainly_drafted(asked, target, facts)
     grid = Grid(
         draft.filled,

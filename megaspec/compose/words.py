@@ -73,13 +73,13 @@ def refuse_two_answers(words: Sequence[str]) -> None:
 
 
 def take(words: list[str], name: str, options: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The value of a word that is no field of a recipe, the first option where it is not given; and the other words."""
+    """The value of a word that is no field of a recipe, the first option where it is not given; and the other words.
+    RecipeError: it is no option, or two are given."""
     value = options[0]
-    others = []
-    for word in words:
-        if not word.startswith(f"{name}="):
-            others.append(word)
-            continue
+    mine = [word for word in words if word.startswith(f"{name}=")]
+    others = [word for word in words if word not in mine]
+    refuse_two_answers(mine)
+    for word in mine:
         value = word.partition("=")[2]
         if value not in options:
             text = f"{name}={value} must be {one_of(options)}"

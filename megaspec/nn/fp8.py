@@ -164,13 +164,16 @@ class Fp8Memory:
     """What delayed scales of one layer are made of, as views of what all layers of a rank have."""
 
     scales: Tensor
-    """[2]: of REMEMBERED, in this step; None yet where `is_fresh`."""
+    """[2]: of REMEMBERED, in this step; nobody's of those that are `fresh`."""
     seen: Tensor
     """[2]: the largest elements that this rank saw in this step."""
     saturated: Tensor
     """int64 [1]: elements that were beyond the largest number of their format, of all layers."""
     saturated_again: Tensor = field(init=False)
     """int64 [1]: those of what the backward pass computes again. They are counted already: nobody reads it."""
+    fresh: frozenset[Role] = frozenset(REMEMBERED)
+    """Those of REMEMBERED of which no step has seen an element other than zero: scales are those of the tensors
+    themselves."""
 
     def __post_init__(self) -> None:
         self.saturated_again = torch.zeros_like(self.saturated)
@@ -190,8 +193,8 @@ class Fp8Shared:
     """Of the weights: a new one for each update, and whenever else they may have changed."""
     is_recording: bool = False
     """Whether what is quantised now is part of a training step."""
-    is_fresh: bool = True
-    """No step has been remembered: scales are those of the tensors themselves."""
+    met_fresh: bool = False
+    """Whether this step has quantised, or had nothing to quantise, of what is `fresh` in a layer's memory."""
 
 
 # The dimension of a matrix that ranks divide, where they divide one.
@@ -238,9 +241,18 @@ class Fp8Linear:
 
     def known(self, role: Role) -> Known | None:
         """What a kernel needs that writes fp8 without having seen all of a matrix. None: no scale is known before."""
-        if self.shared.is_fresh:
-            return None
-        return self._recorded(role)
+        self.meet(role)
+        return None if self.is_fresh(role) else self._recorded(role)
+
+    def is_fresh(self, role: Role) -> bool:
+        """Whether nothing is remembered of what scales of steps before would be made of."""
+        return self.memory is not None and role in self.memory.fresh
+
+    def meet(self, role: Role) -> None:
+        """A training step has come to it: where it is fresh, the step's end looks at what was seen of it. All ranks
+        that share the layer have to meet it in the same steps."""
+        if self.shared.is_recording and self.is_fresh(role):
+            self.shared.met_fresh = True
 
     def _recorded(self, role: Role) -> Known | None:
         """What is known and recorded of a role, if anything is; fresh or not."""

@@ -161,7 +161,8 @@ class TeFp8Linear(Fp8Linear):
         if self.shared.is_recording:
             seen = self.memory.seen[place].view(1)
         factor = self.memory.scales[place].view(1)
-        if self.shared.is_fresh:
+        self.meet(role)
+        if self.is_fresh(role):
             amax = te_fp8.amax(x_MK)
             if self.is_divided(role):
                 amax = self.largest(amax)

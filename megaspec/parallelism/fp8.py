@@ -8,7 +8,10 @@ context-parallel ranks. So dp ranks compute what one rank computes with the same
 
 Note "Delayed". Scales of a step are made of the largest elements of the steps before it, so that they are known before
 the elements are. After each step the largest of all micro batches and of all ranks that share the layer are remembered:
-one all-reduce for all layers. The first step, before anything is remembered, has scales of the tensors themselves.
+one all-reduce for all layers. A step that is left out is not remembered: what was not finite in it has neighbours of
+any size. Before anything is remembered scales are those of the tensors themselves: in the first step, and of a layer's
+inputs or gradients as long as they were all zero or steps were left out, or where a fork trains what was frozen. Which
+these are the host reads behind steps that meet some, and when a checkpoint is loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -170,26 +173,35 @@ class Fp8:
         if not self.is_delayed:
             return
         self._shared.is_recording = True
+        self._shared.met_fresh = False
         self._seen.zero_()
         self.saturated.zero_()
-        if not self._shared.is_fresh:
+        self._set_scales()
+
+    @torch.no_grad()
+    def start_evaluation(self) -> None:
+        """Call before the first forward pass of an evaluation: scales are those of the step that comes next, and of one
+        that goes on from a checkpoint."""
+        if self.is_delayed:
             self._set_scales()
 
     @torch.no_grad()
-    def finish_step(self) -> Tensor | None:
-        """Call behind the last backward pass of a step, on all ranks: remembers its largest elements. -> how many
-        elements saturated, over all ranks; None: none can, or nobody counts them."""
+    def finish_step(self, *, skip: Tensor) -> Tensor | None:
+        """Call behind the last backward pass of a step, on all ranks: remembers its largest elements. `skip`: scalar,
+        not 0 where the step was left out, whose elements may be of any size. -> how many elements saturated, over all
+        ranks; None: none can, or nobody counts them."""
         if not self.is_delayed:
             return None
         self._shared.is_recording = False
         group = self._mesh.group("tp-dp-cp")
         if group is not None and len(self.linears):
             counted.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)
-        # a step that saw nothing, or nothing finite, is taken to be as the one before it
-        is_seen = (self._seen > 0) & torch.isfinite(self._seen)
+        # a step that was left out, or saw nothing, is taken to be as the one before it
+        is_seen = (self._seen > 0) & torch.isfinite(self._seen) & (skip == 0)
         newest = torch.where(is_seen, self._seen, self.largest[..., 0])
         self.largest.copy_(torch.cat((newest[..., None], self.largest[..., :-1]), dim=-1))
-        self._shared.is_fresh = False
+        if self._shared.met_fresh:
+            self._find_fresh()
         if not self._form.counts_saturated:
             return None
         saturated = self.saturated.clone()
@@ -219,12 +231,20 @@ class Fp8:
         """The inverse of `state`; empty: nothing is remembered."""
         if not state:
             self.largest.zero_()
-            self._shared.is_fresh = True
-            return
-        for name, mine in self.state().items():
-            mine.copy_(state[name])
-        self._shared.is_fresh = not bool(self.largest.any())
+        else:
+            for name, mine in self.state().items():
+                mine.copy_(state[name])
+        self._find_fresh()
         self._set_scales()
+
+    def _find_fresh(self) -> None:
+        """Looks of what nothing is remembered; waits for the device."""
+        if self.largest.is_meta:
+            # traced: there are no numbers
+            return
+        is_known = (self.largest.amax(-1) > 0).tolist()
+        for linear, known in zip(self.linears.values(), is_known, strict=True):
+            linear.memory.fresh = frozenset(role for role, one in zip(REMEMBERED, known, strict=True) if not one)
 
 
 def _have_fp8_written(layer: Layer, recomputed: frozenset[str]) -> None:

@@ -85,8 +85,8 @@ def _deterministic(spec: Spec) -> Iterator[Hint]:
     key = "train.deterministic"
     least = min(DETERMINISTIC)
     most = max(DETERMINISTIC)
-    text = f"{key}=true takes other kernels than these times are of: {least} to {most} times as long a step"
-    text += " a step was measured on one H200; without it a run that goes on has its sums in another order"
+    text = f"{key}=true takes other kernels than these times are of: a step took {least} to {most} times as long on one"
+    text += " H200; without it a run that goes on has its sums in another order"
     yield Hint(key=key, text=text, overrides=(f"{key}=false",))
 
 

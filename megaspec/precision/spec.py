@@ -9,6 +9,9 @@ from pydantic import Field
 
 from megaspec.core.frozen import Auto, Frozen, NonNegativeInt, PositiveFloat, PositiveInt
 
+# e4m3 ends at 448, and its normal numbers begin at 2^-6: with more room not even the largest element has all its bits.
+_MOST_MARGIN = 13
+
 
 class PlainPrecision(Frozen):
     """One format for weights and activations, no loss scale."""
@@ -48,9 +51,9 @@ class Fp8Precision(Frozen):
     format: Auto[Literal["hybrid", "e4m3"]] = "auto"
     """hybrid: e4m3 forward, e5m2 for gradients of outputs; those of experts' outputs are e4m3, which grouped products
     take alone. e4m3: everywhere. auto: hybrid with scales of tensors, which need its range, else e4m3."""
-    amax_history: PositiveInt = 1024
+    amax_history: Annotated[PositiveInt, Field(le=2**16)] = 1024
     """Steps that delayed scales look back: they fit the largest element of all of them."""
-    margin: NonNegativeInt = 0
+    margin: Annotated[NonNegativeInt, Field(le=_MOST_MARGIN)] = 0
     """Delayed scales leave room for elements 2^margin times as large."""
     first_layers_bf16: NonNegativeInt = 1
     """Layers at the start that stay in bf16."""

@@ -1,7 +1,7 @@
 """The rules, asked of a recipe in which some values are not of their type: all that does not hang on these."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,20 @@ def with_rules(
     if not is_for_training:
         facts = replace(facts, problems=())
     return RecipeError([*error.problems, *_problems(found, target, facts, unknown, is_for_training=is_for_training)])
+
+
+def broken_by_all(
+    recipe: Recipe,
+    origins: Mapping[str, str],
+    target: Target,
+    facts: Facts,
+    *,
+    searched: Iterable[str],
+    is_for_training: bool,
+) -> list[Problem]:
+    """What is wrong with a recipe whatever the keys that are `searched` are decided to be."""
+    checkable = Checkable(recipe, frozenset(), origins)
+    return _problems(checkable, target, facts, frozenset(searched), is_for_training=is_for_training)
 
 
 class _WatchedDraft(ResolverDraft):

@@ -26,7 +26,7 @@ from megaspec.runtime.build import TrainState, build, mesh_of
 from megaspec.runtime.evaluation import Evaluation
 from megaspec.runtime.position import Position
 from megaspec.runtime.rank import RankInfo, bounded, exit_code_of, join_world, leave_world, pick_device, read_spec
-from megaspec.runtime.state import fill, load_buffers, tell_passed_over, wrong_names
+from megaspec.runtime.state import fill, load_buffers, load_largest, tell_passed_over, wrong_names
 from megaspec.spec import Spec
 
 TRAINED = "trained.json"
@@ -104,7 +104,8 @@ def open_checkpoint(trained: Spec, comm: Comm, step: int | None) -> Reader:
 
 @torch.no_grad()
 def load_masters(built: TrainState, reader: Reader) -> None:
-    """Fills the weights alone: what an optimizer keeps beside them is not read. Raises CheckpointError."""
+    """Fills the weights, and what routers and delayed scales of fp8 keep: what an optimizer keeps is not read. Raises
+    CheckpointError."""
     masters = built.optimizer.masters
     wanted = {f"model/{name}": built.shards[name].shape for name in masters}
     elsewhere = built.tensor_parallel.layouts.keys() - built.shards.keys()
@@ -116,5 +117,6 @@ def load_masters(built: TrainState, reader: Reader) -> None:
         fill(value, built.shards[name], f"model/{name}", reader)
         built.optimizer.put("master", name, value)
     load_buffers(built.chunks, reader)
+    load_largest(built, reader)
     built.optimizer.write_back()
     built.data_parallel.gather_weights()

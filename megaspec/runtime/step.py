@@ -227,7 +227,6 @@ def train_step(
     if checks is not None:
         checks.before_step(compute)
     local = compute(on_phase=on_phase)
-    saturated = built.fp8.finish_step()
     data = built.data_parallel
     known = data.norms
     if on_gradients is not None:
@@ -257,6 +256,7 @@ def train_step(
     built.summed.is_spent = True
     data.gather_weights()
     routers = built.expert_parallel.finish_step(built.chunks, skip=skip)
+    saturated = built.fp8.finish_step(skip=skip)
     scaler.update((~torch.isfinite(norm) | ~torch.isfinite(loss)).to(torch.float32))
     differing = torch.zeros_like(norm)
     if checks is not None:
@@ -297,6 +297,7 @@ def evaluation_sums(built: TrainState, batches: Iterable[Batch], *, is_cut: Call
     `is_cut` is asked before each pass through the pipeline, by all ranks together, and answers the same on each. None:
     it said yes, and the rest was left.
     """
+    built.fp8.start_evaluation()
     sums = torch.zeros(2, dtype=torch.float64, device=built.device)
     one = torch.ones((), dtype=built.wide, device=built.device)
     count_here = built.mesh.index("cp") == 0 and built.mesh.index("pp") == 0

@@ -111,6 +111,17 @@ def test_help_says_what_gpus_means(command, capsys):
         (("recipe=llama3_8b", "hardware=cpu"), "hardware=cpu has nothing to search with"),
         ((*WORDS, "--take", "0"), "must be at least 1"),
         ((*WORDS, "launcher.ranks=16"), "launcher.ranks=16 differs from gpus=8, for which tune searches; keep one"),
+        # what no layout mends is told by itself
+        (
+            (*WORDS, "precision=fp8", "precision.recipe=rowwise", "kernels.linear=te", "precision.margin=2"),
+            "kernels.linear=te needs precision.recipe=tensorwise, delayed or blockwise, it is rowwise; set "
+            "kernels.linear=torch   (command line)\nprecision.margin=2 needs precision.recipe=delayed",
+        ),
+        ((*WORDS, "model.n_kv_heads=5"), "model.n_kv_heads=5 must divide model.n_heads"),
+        (
+            ("recipe=llama3_8b_fp8", "gpus=8", "hardware=B200", "precision.recipe=nvfp4", "--trainable"),
+            "precision.recipe=nvfp4: fp8 in blocks of 32 and 16",
+        ),
     ],
 )
 def test_what_can_not_be_found_is_said(words, said, capsys):

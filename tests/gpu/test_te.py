@@ -131,7 +131,7 @@ def test_amax_is_seen_and_the_scale_is_the_formulas() -> None:
     memory.scales = torch.tensor([448.0 / 16, 57344.0 / 0.5], device=CUDA)
     memory.seen = torch.zeros(2, device=CUDA)
     fp8_layer.shared.is_recording = True
-    fp8_layer.shared.is_fresh = False
+    memory.fresh = frozenset()
     x, grad = inputs(torch.bfloat16)
     x = x.detach().to(CUDA).requires_grad_()
     grad = grad.to(CUDA)

@@ -255,8 +255,8 @@ def remembering(*, shrinks: float) -> Iterator[list[Remembered]]:
     finish = Fp8.finish_step
     found: list[Remembered] = []
 
-    def finish_and_tell(fp8: Fp8) -> Tensor | None:
-        saturated = finish(fp8)
+    def finish_and_tell(fp8: Fp8, *, skip: Tensor) -> Tensor | None:
+        saturated = finish(fp8, skip=skip)
         found.append(Remembered(int(saturated), fp8.largest.cpu().numpy().tobytes()))
         fp8.largest /= shrinks
         return saturated

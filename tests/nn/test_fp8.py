@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import BLOCKS, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, fp8_columns, fp8_forward
+from megaspec.nn.fp8 import (
+    BLOCKS,
+    REMEMBERED,
+    Fp8Form,
+    Fp8Linear,
+    Fp8Memory,
+    Fp8Shared,
+    Fp8Use,
+    fp8_columns,
+    fp8_forward,
+)
 from megaspec.nn.linear import COMPILED, Linear, WeightGradientQueue, WeightGradientSums
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.fp8 import quantised
@@ -206,7 +216,7 @@ def test_delayed_scales_are_those_of_steps_before_and_what_is_larger_saturates()
     layer(x).backward(grad)
     assert fp8.memory.seen.tolist() == [x.abs().max().item(), grad.abs().max().item()]
     assert fp8.memory.saturated.item() == 0
-    fp8.shared.is_fresh = False
+    fp8.memory.fresh = frozenset()
     # the largest number of each format by scales that are too small
     fp8.memory.scales.copy_(torch.tensor([2.0**-8, 2.0**-20]))
     held = fp8.memory.scales.untyped_storage().data_ptr()
@@ -220,7 +230,7 @@ def test_delayed_scales_are_those_of_steps_before_and_what_is_larger_saturates()
     y.backward(grad)
     assert fp8.memory.saturated.item() == beyond.item() > 0
     clamped = x.detach().clamp(-448 * 2.0**-8, 448 * 2.0**-8)
-    fp8.shared.is_fresh = True
+    fp8.memory.fresh = frozenset(REMEMBERED)
     fp8.shared.is_recording = False
     torch.testing.assert_close(layer(clamped), y, rtol=0.1, atol=0.5)
     # an evaluation leaves no trace

@@ -144,11 +144,28 @@ def test_delayed_scales_are_of_all_experts_and_rows_of_none_are_not_seen() -> No
     inside = slice(0, sum(SIZES))
     assert fp8.memory.seen.tolist() == [x[inside].abs().max().item(), grad[inside].abs().max().item()]
     assert fp8.memory.saturated.item() == 0
-    fp8.shared.is_fresh = False
+    fp8.memory.fresh = frozenset()
     fp8.memory.scales.copy_(torch.tensor([2.0**-8, 2.0**-12]))
     layer(loud, ends, whole=False).backward(grad)
     beyond = (x[inside].abs() > 448 * 2.0**-8).sum() + (grad[inside].abs() > 448 * 2.0**-12).sum()
     assert fp8.memory.saturated.item() == beyond.item() > 0
+
+
+def test_a_rank_without_rows_looks_at_what_others_saw() -> None:
+    """Ranks agree on which scales are known: what others have seen of a step, it has not."""
+    layer, fp8 = layer_in("delayed")
+    x = torch.zeros(0, N_IN, dtype=torch.float64, requires_grad=True)
+    nowhere = torch.zeros(EXPERTS, dtype=torch.int32)
+    fp8.shared.is_recording = True
+    for role in ("input", "gradient"):
+        fp8.memory.fresh = frozenset({role})
+        fp8.shared.met_fresh = False
+        layer(x, nowhere).sum().backward()
+        assert fp8.shared.met_fresh
+    fp8.memory.fresh = frozenset()
+    fp8.shared.met_fresh = False
+    layer(x, nowhere).sum().backward()
+    assert not fp8.shared.met_fresh
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -61,7 +61,8 @@ def built_model() -> TrainState:
     spec = spec_of(CASE)
     built = build(spec, mesh=mesh_of(spec, rank=0, device=torch.device("cpu")))
     initialise(built)
-    built.fp8._shared.is_fresh = False
+    for linear in built.fp8.linears.values():
+        linear.memory.fresh = frozenset()
     return built
 
 

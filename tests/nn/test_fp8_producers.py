@@ -104,7 +104,7 @@ class Pair(torch.nn.Module):
     def set_scales(self, *scales: float) -> None:
         """A step that comes after others."""
         for layer in self.layers():
-            layer.shared.is_fresh = False
+            layer.memory.fresh = frozenset()
             layer.shared.is_recording = True
             layer.memory.scales.copy_(torch.tensor(scales))
 

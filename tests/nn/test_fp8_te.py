@@ -244,7 +244,7 @@ def test_a_delayed_scale_is_known_before_its_elements(fake: Fake) -> None:
     layer(x).backward(grad)
     # nothing is remembered: scales are those of the elements, which are seen
     assert torch.equal(fp8.memory.seen, torch.stack((x.detach().abs().max(), grad.abs().max())).float())
-    fp8.shared.is_fresh = False
+    fp8.memory.fresh = frozenset()
     fp8.memory.scales.copy_(torch.tensor([448.0 / 16, 57344.0 / 0.5]))
     y = layer(x)
     by_16 = (x.detach().flatten(0, 1).float() * 28).to(E4M3).double() / 28

@@ -858,7 +858,7 @@ FP8 = [
     ),
     Bug(
         "rows of gradients by the scale of inputs",
-        Patch("megaspec.nn.moe.fp8_producers", 'grad_MD, "gradient"', 'grad_MD, "input"'),
+        Patch(EXPERTS_FP8, "known = self.known(role)", 'known = self.known("input")'),
         FP8_EXPERTS_WRITTEN,
         invisible=True,
     ),

@@ -21,6 +21,15 @@ from tests.runtime.specs import TARGET, make_run, recipe, spec
 
 SETS = {"plain": {"noise": 0.0}, "other": {"kind": "random", "vocab_size": 37}}
 CHANGES = {"train.steps": 7, "train.eval_every": 3, "train.eval_samples": 5, "data.valid": SETS}
+# What a step takes in grows, so that scales of one step are not those of the next.
+DELAYED = {
+    **CHANGES,
+    "precision": {"kind": "fp8", "recipe": "delayed", "amax_history": 2, "outside": "fp64"},
+    "model.n_layers": 3,
+    "model.d_head": 16,
+    "model.d_ffn": 64,
+    "optim.lr": 0.1,
+}
 
 
 def test_a_set_follows_the_training_data_and_stays_as_it_was_written():
@@ -52,9 +61,17 @@ def cut_life(rank, text, folder, at):
     return first, lives.live(rank, text, folder)
 
 
-@pytest.mark.parametrize("layout", [{}, {"parallelism.dp_replicate": 2, "train.micro_batch": 1}])
-def test_an_evaluation_that_is_cut_is_made_up_for(layout, tmp_path, pool):
-    made = spec({**CHANGES, "train.micro_batch": 1, **layout})
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"parallelism.dp_replicate": 2, "train.micro_batch": 1},
+        DELAYED,
+    ],
+    ids=["one rank", "dp2", "delayed scales"],
+)
+def test_an_evaluation_that_is_cut_is_made_up_for(changes, tmp_path, pool):
+    made = spec({**CHANGES, "train.micro_batch": 1, **changes})
     text = made.model_dump_json()
     whole = pool.run(lives.live, text, str(tmp_path / "whole"), ranks=made.world_size)[0]
     assert [one["step"] for one in whole if "sets" in one] == [3, 6, 7]
@@ -64,9 +81,10 @@ def test_an_evaluation_that_is_cut_is_made_up_for(layout, tmp_path, pool):
 
 
 @pytest.mark.usefixtures("warm_launches")
-def test_eval_gives_what_training_said_on_any_layout(tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize("changes", [CHANGES, DELAYED], ids=["plain", "delayed scales"])
+def test_eval_gives_what_training_said_on_any_layout(changes, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "run", CHANGES)
+    make_run(tmp_path / "run", changes)
     assert main(["eval", "run"]) == 66
     assert main(["resume", "run"]) == 0
     said = [one for one in read_metrics("run/metrics.jsonl") if one["event"] == "eval"][-1]

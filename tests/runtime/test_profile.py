@@ -225,6 +225,12 @@ def test_bench_step_balances_experts(place, capfd):
         (("--out", "absent/step.jsonl"), 73, "absent/step.jsonl can't be written"),
         (("model.n_kv_heads=3",), 64, "model.n_kv_heads"),
         (("throughput=absent.json",), 64, "absent.json"),
+        (("throughput=a.json", "throughput=b.json"), 64, "throughput= is given more than once"),
+        (("throughput=",), 64, "throughput= is empty"),
+        (("memory=ignore", "memory=check"), 64, "memory is set twice, memory=ignore and memory=check; keep one"),
+        (("--balanced",), 64, "--balanced is for experts, and model.moe=null: there are none; drop it"),
+        (("profile.steps=[1,2]",), 64, "profile.steps=[1, 2] is of train and resume; drop it, bench step takes --warm"),
+        (("profile={steps: [1,2], ranks: [0]}",), 64, "profile.ranks=[0] is of train and resume; drop it, bench"),
     ],
 )
 def test_bench_step_refuses_before_it_starts_ranks(words, code, told, place, capfd):

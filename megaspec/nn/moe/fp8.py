@@ -316,7 +316,8 @@ def _product(
     ctx.main_grad = layer.main_grad
     ctx.groups = groups
     if groups.rows == 0:
-        # no token came to this rank, nor to those that hold other parts of its experts
+        # no token came to this rank, nor to those that hold other parts of its experts; others may have seen some
+        fp8.meet("input")
         ctx.save_for_backward(weight)
         return x_RI.new_zeros(0, weight.shape[0] // fp8.n_experts)
     keeps = weight.requires_grad
@@ -350,6 +351,7 @@ def _gradients(ctx, grad: Fp8Pair, *, dtype: torch.dtype) -> tuple[Tensor | None
 
 def _gradients_of_nothing(ctx, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The same where there are no rows."""
+    ctx.fp8.meet("gradient")
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     (weight,) = ctx.saved_tensors
     grad_x = None
