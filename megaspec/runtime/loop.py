@@ -16,9 +16,8 @@ import torch
 
 from megaspec.checkpoint.comm import Comm, on_first
 from megaspec.checkpoint.copier import Copier
-from megaspec.checkpoint.examine import Inspect
-from megaspec.checkpoint.fallback import adopt, put_aside_from, refuse_unwritable
-from megaspec.checkpoint.folders import step_name
+from megaspec.checkpoint.examine import Inspect, newest_whole
+from megaspec.checkpoint.fallback import adopt, is_own_place, put_aside_from, refuse_unwritable
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.retention import kept_beside_newest
@@ -275,6 +274,8 @@ class Run:
     step: int = 0
     tokens: int = 0
     last_saved: int = -1
+    last_path: Path | None = None
+    """Of the checkpoint that the run goes on from."""
     evaluation: Evaluation = field(init=False)
     pace: Pace = field(init=False)
     place: np.ndarray | None = None
@@ -313,8 +314,10 @@ class Run:
         spec = self.built.spec
         is_fork = began_as_fork(spec)
         way_out = fork_again(spec) if is_fork else START_ANEW
-        self._tell(on_first(self.comm, self._fetch_from_elsewhere))
-        reader = self.store.newest_good(self.comm, inspect=self._objections, way_out=way_out)
+        place = self._fetch_from_elsewhere()
+        reader = self._newest_elsewhere(place, inspect=self._objections, repair=True)
+        if reader is None:
+            reader = self.store.newest_good(self.comm, inspect=self._objections, way_out=way_out)
         if reader is None and is_fork:
             raise CheckpointError(f"{self.store.folder}: no checkpoint is left; {way_out}")
         if reader is None:
@@ -330,6 +333,30 @@ class Run:
             self._load(reader)
             self.guard.load_state(self._numbers_of(reader))
             self.last_saved = self.step
+            self.last_path = reader.path
+
+    def _newest_elsewhere(self, place: Path | None, *, inspect: Inspect, repair: bool) -> Reader | None:
+        """The newest good checkpoint of those that the run folder has no room for, where it is newer than all there.
+
+        `place`: their folder; None: there are none. `repair`: see Store.newest_good.
+        """
+        if place is None:
+            return None
+        newest_at_home = on_first(self.comm, lambda: newest_whole(self.store.folder, inspect))
+        is_own = is_own_place(place, self.built.spec.checkpoint.fallback_dir, self.run_dir)
+        store = Store(place.parent, lock=self.store.lock if is_own else None)
+        try:
+            reader = store.newest_good(self.comm, repair=repair and is_own, inspect=inspect)
+        except CheckpointError as error:
+            self._tell([str(error)])
+            return None
+        if reader is None:
+            return None
+        if newest_at_home is not None and reader.step <= newest_at_home:
+            reader.close()
+            return None
+        self._tell([f"the run goes on from step {reader.step} in {place}"])
+        return reader
 
     def _load(self, reader: Reader) -> None:
         """All that a run is from a checkpoint, but for what it knows of its numbers."""
@@ -356,16 +383,29 @@ class Run:
         if fallback_dir is not None:
             refuse_unwritable(fallback_dir, self.run_dir)
 
-    def _fetch_from_elsewhere(self) -> list[str]:
-        """Rank 0: moves home what an earlier start saved in another place. -> what there is to tell of it."""
-        if self.copier is not None:
-            self.copier.check()
+    def _fetch_from_elsewhere(self) -> Path | None:
+        """Moves home what an earlier start saved in another place. -> as `_bring_home`."""
+        on_first(self.comm, self._check_copies)
         return self._bring_home(partial(objections, run=self.built.spec))
 
-    def _bring_home(self, inspect: Inspect) -> list[str]:
-        """Rank 0: moves home what was saved in another place. -> what there is to tell of it."""
-        losses = self._losses_on_disk()
-        return list(adopt(self.run_dir, self.built.spec.checkpoint, inspect, losses=losses).lines)
+    def _check_copies(self) -> None:
+        """Rank 0: WriteError where copies would not arrive."""
+        if self.copier is not None:
+            self.copier.check()
+
+    def _bring_home(self, inspect: Inspect) -> Path | None:
+        """Moves home what was saved in another place, and tells of it. -> the folder in which the newest stays, since
+        the run folder has no room for it; None where that has it."""
+
+        def bring() -> dict[str, Any]:
+            losses = self._losses_on_disk()
+            done = adopt(self.run_dir, self.built.spec.checkpoint, inspect, losses=losses)
+            place = None if done.place is None else str(done.place)
+            return {"lines": [*done.lines, *done.left], "place": place}
+
+        done = on_first(self.comm, bring)
+        self._tell(done["lines"])
+        return None if done["place"] is None else Path(done["place"])
 
     def _losses_on_disk(self) -> dict[int, float]:
         """Rank 0: by step, of the evaluations that say which checkpoints are best; none where nothing asks for it."""
@@ -540,9 +580,11 @@ class Run:
         if self.built.device.type == "cuda":
             # steps that were begun behind the bad one still write
             torch.cuda.synchronize(self.built.device)
-        self._tell(on_first(self.comm, lambda: self._bring_home_before(window)))
+        before = only_before(window, self._objections)
+        place = self._bring_home_before(window)
         saved_before = on_first(self.comm, self.store.steps)
-        with open_before(self.store, self.comm, back, inspect=self._objections) as reader:
+        elsewhere = self._newest_elsewhere(place, inspect=before, repair=False)
+        with open_before(self.store, self.comm, back, elsewhere, inspect=before) as reader:
             self._load(reader)
             self.guard.roll_back(window, to=self._numbers_of(reader))
         on_first(self.comm, lambda: self._leave_behind(self.step, saved_before))
@@ -566,13 +608,14 @@ class Run:
         self.last_saved = -1
         self._save()
 
-    def _bring_home_before(self, window: Window) -> list[str]:
-        """Rank 0: moves home what was saved in another place before a window. -> what there is to tell of it."""
+    def _bring_home_before(self, window: Window) -> Path | None:
+        """Moves home what was saved in another place before a window. -> as `_bring_home`."""
         try:
             return self._bring_home(only_before(window, partial(objections, run=self.built.spec)))
         except WriteError as error:
-            # there is no room for it: the run goes back as far as its own folder says
-            return [str(error)]
+            # of a place that is this run's no more: it goes back as far as its own folder says
+            self._tell([str(error)])
+            return None
 
     def _leave_behind(self, step: int, saved_before: Sequence[int]) -> None:
         """Rank 0: the run went back to a step; no start, and nobody who fetches a copy, is to go on from a later one.
@@ -821,7 +864,8 @@ class Run:
         """Takes what saves will need."""
         if self.copier is not None and self.last_saved > 0:
             # the start before may have ended before it was copied
-            self.copier.copy(self.store.folder / step_name(self.last_saved), self.last_saved)
+            assert self.last_path is not None, "a step that was saved nowhere"
+            self.copier.copy(self.last_path, self.last_saved)
         if self.built.spec.checkpoint.saving == "async":
             self.saver.prepare(self._pieces())
 
