@@ -15,12 +15,13 @@ import psutil
 import torch
 
 from megaspec.checkpoint.comm import Comm, on_first
-from megaspec.checkpoint.copier import Copier
+from megaspec.checkpoint.copier import Copier, Tidying
 from megaspec.checkpoint.examine import Inspect, newest_whole
 from megaspec.checkpoint.fallback import adopt, is_own_place, put_aside_from, refuse_unwritable
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader
-from megaspec.checkpoint.retention import kept_beside_newest
+from megaspec.checkpoint.remote import Found, Identity
+from megaspec.checkpoint.retention import kept, kept_beside_newest
 from megaspec.checkpoint.saver import MEET_SECONDS, Saved, Saver, Tries, build_saver, build_tries
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import START_ANEW, Store
@@ -59,6 +60,7 @@ from megaspec.rules.belonging import (
     is_fork_point,
     last_of_weights,
     objections,
+    run_identity,
 )
 from megaspec.runtime.build import TrainState
 from megaspec.runtime.checks import Checks, Suspicion, build_checks
@@ -304,7 +306,8 @@ class Run:
             spec.checkpoint, self.tries, self.comm, device=self.built.device, on_wait=self._wait_for_writer
         )
         if spec.checkpoint.copy_to is not None and self.comm.rank == 0:
-            self.copier = Copier(spec.checkpoint.copy_to, self.run_dir)
+            tidying = Tidying(self._may_go_there, self._goes_there)
+            self.copier = Copier(spec.checkpoint.copy_to, self.run_dir, tidying=tidying)
 
     def start(self) -> None:
         """Goes on from the newest good checkpoint, or starts with the weights that `init` names, or from the seed.
@@ -862,12 +865,46 @@ class Run:
 
     def _begin_saving(self) -> None:
         """Takes what saves will need."""
+        if self.copier is not None:
+            # by which it is known what of an earlier start's copies goes
+            self.losses = self._losses_on_disk()
         if self.copier is not None and self.last_saved > 0:
             # the start before may have ended before it was copied
             assert self.last_path is not None, "a step that was saved nowhere"
             self.copier.copy(self.last_path, self.last_saved)
         if self.built.spec.checkpoint.saving == "async":
             self.saver.prepare(self._pieces())
+
+    def _may_go_there(self, there: Found, newest: int) -> list[int]:
+        """Rank 0: of the copies in a store, those that are not here and that the recipe does not keep, older than the
+        one that was copied last; and newer ones that may have learned from data that is left out since. None that is
+        newer goes for another reason: who fetches it has what is lost here."""
+        checkpoint = self.built.spec.checkpoint
+        here = set(self.store.steps())
+        if self.tries.fallback is not None:
+            here.update(self.tries.fallback.steps())
+        stay = here | kept({*there.whole, *here}, checkpoint, self.losses)
+        may_go = [step for step in there.whole if step < newest and step not in stay]
+        may_go += [step for step in there.partial if step < newest and step not in here]
+        if self.guard.windows:
+            may_go += [step for step in there.whole if step > newest and step not in here]
+        return may_go
+
+    def _goes_there(self, copy: Identity, newest: int) -> bool:
+        """Rank 0: whether a copy that may go does: it is this run's, and, where it is newer than what was copied last,
+        has learned from data that is left out now."""
+        spec = self.built.spec
+        is_start_of_fork = isinstance(spec.forked_from, ForkPoint) and spec.forked_from.manifest == copy.digest
+        is_own = run_identity(copy.spec) == run_identity(spec.model_dump(mode="json"))
+        if not is_own and not is_start_of_fork:
+            return False
+        if copy.step < newest:
+            return True
+        left_out_there = copy.state.get(NUMBERS, {}).get("windows", [])
+        return any(
+            copy.step >= window.first and [window.first, window.last] not in left_out_there
+            for window in self.guard.windows
+        )
 
     def _finish_saving(self) -> None:
         """Waits until what is being saved is published, and what was deleted is gone."""
