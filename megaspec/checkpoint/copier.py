@@ -167,9 +167,7 @@ class Copier:
             case "drop":
                 self._tell(f"step {job['step']} was not deleted there: {error}; {again}")
             case _:
-                self._tell(
-                    f"what an earlier start left there was not looked at: {error}; it is tried again behind the next copy"
-                )
+                self._tell(f"what an earlier start left there was not looked at: {error}; {again}")
         # that it was deleted meanwhile is no failure of the store
         if is_copy and Path(job["path"]).is_dir():
             self._failure = WriteError(error.problems)

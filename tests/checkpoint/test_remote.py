@@ -103,6 +103,34 @@ def test_a_half_in_a_store_says_whose_it_is(store, tmp_path) -> None:
     assert remote.fs.find(f"{remote.root}/checkpoints") == []
 
 
+def test_a_file_of_the_run_is_whole_there_whenever_the_copier_is_killed(tmp_path, monkeypatch) -> None:
+    """In a folder, which has no uploads that are put in place at their end."""
+    path = saved(tmp_path / "run")
+    spec = tmp_path / "run" / "spec.json"
+    remote = Remote(f"file://{tmp_path}/copies")
+    spec.write_text('{"before": 1}')
+    remote.upload(path, 1, run_dir=tmp_path / "run")
+    spec.write_text('{"after": 2}')
+    pipe_file = remote.fs.pipe_file
+
+    def half(there: str, data: bytes) -> None:
+        if "spec.json" not in there:
+            pipe_file(there, data)
+            return
+        pipe_file(there, data[: len(data) // 2])
+        raise KeyboardInterrupt
+
+    later = saved(tmp_path / "run", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.fs, "pipe_file", half)
+        with pytest.raises(KeyboardInterrupt):
+            remote.upload(later, 2, run_dir=tmp_path / "run")
+    assert (tmp_path / "copies" / "spec.json").read_text() == '{"before": 1}'
+    remote.upload(later, 2, run_dir=tmp_path / "run")
+    assert (tmp_path / "copies" / "spec.json").read_text() == '{"after": 2}'
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["checkpoints", "spec.json"]
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
 
