@@ -1,8 +1,8 @@
 """When a run's checkpoints are written: while training waits, or beside it by another process.
 
 Note "Beside". All ranks copy their state into shared memory, and each rank's writer (writer.py) writes its file. Each
-rank says in its next steps, with `word`, whether its part is done; the sum over the ranks travels with the step, so
-that all ranks learn in the same step that all are done, or that one has failed, and meet in `settle`. Then rank 0's
+rank says when its next steps begin, with `word`, whether its part is done; the sum over the ranks begins the step, so
+that all ranks learn in that step that all are done, or that one has failed, and meet in `settle`. Then rank 0's
 writer publishes, which the ranks learn in the same way. The order on the disk is that of a save that training waits
 for, and so are the bytes.
 
@@ -79,6 +79,9 @@ class Saver(Protocol):
 
     def word(self) -> int:
         """What this rank adds to a sum over all ranks in its next step. At `world_size` and more `settle` is due."""
+
+    def look(self) -> None:
+        """Called between steps: what this rank can do by itself, without waiting for anything."""
 
     def settle(self) -> list[Saved]:
         """Takes in what the ranks' words said. Raises WriteError when a save failed and was tried in vain."""
@@ -176,6 +179,9 @@ class BlockingSaver:
     def word(self) -> int:
         """0: nothing is under way."""
         return 0
+
+    def look(self) -> None:
+        """Nothing is under way."""
 
     def settle(self) -> list[Saved]:
         """Nothing is under way."""
@@ -401,12 +407,16 @@ class AsyncSaver:
         """0: nothing to settle here. 1: this rank is done with its part. The number of ranks: it failed."""
         if self._save is None:
             return 0
-        if self._save.answer is None:
-            self._advance()
+        self.look()
         answer = self._save.answer
         if answer is None:
             return 0
         return 1 if "value" in answer else self._comm.size
+
+    def look(self) -> None:
+        """See Saver. A copy that a GPU has made is written at once, not when the next step begins."""
+        if self._save is not None and self._save.answer is None:
+            self._advance()
 
     def settle(self) -> list[Saved]:
         """See Saver. Nothing happens where ranks were told of what is settled already."""

@@ -166,9 +166,8 @@ class PhaseMarks:
 
 
 def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
-    """float64 [12 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, ranks that ask to stop, what ranks
-    say of a save under way, broken losses, the three of `Found`, elements that saturated (-1: none can), and those of
-    `routers`.
+    """float64 [11 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, ranks that ask to stop, broken
+    losses, the three of `Found`, elements that saturated (-1: none can), and those of `routers`.
 
     From a GPU they are there once it has passed a mark that is set after this call. The copy is queued here, behind its
     own step: asked for later, it would queue, and its reader wait, behind the steps that were begun meanwhile.
@@ -180,7 +179,7 @@ def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
         result.tokens,
         result.skipped,
         result.loss_scale,
-        *result.of_ranks,
+        result.asked_to_stop,
         result.broken_losses,
         found.changed,
         found.recomputed,
@@ -244,12 +243,36 @@ class PendingStep:
     mark: Mark
 
 
-@dataclass(frozen=True)
-class Told:
-    """What the ranks said in a step: how many ask to stop, and the sum of their words of a save under way."""
+class SavingWord:
+    """What the ranks say of the save under way in a step, read while that step runs.
 
-    stop: int
-    saving: int
+    It is summed before all else of the step, and its copy to the host is queued there: a GPU has made it when it begins
+    with the step, for which the host waits anyway (it reads the numbers of the step before). Read with the step's own
+    numbers it would come a step later, since those are read while the next one runs.
+    """
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, summed: torch.Tensor) -> None:
+        """Right behind the sum, before the device is given anything else."""
+        self._copied = None
+        self._sum = summed
+        if summed.device.type == "cuda":
+            self._sum = torch.empty_like(summed, device="cpu", pin_memory=True).copy_(summed, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> int:
+        """0 where no step was taken since the last time."""
+        if self._sum is None:
+            return 0
+        if self._copied is not None:
+            self._copied.synchronize()
+        found = int(self._sum)
+        self._sum = None
+        return found
 
 
 def changes_in_updates_alone(piece: SavedPiece) -> bool:
@@ -292,8 +315,12 @@ class Run:
     losses: dict[int, float] = field(default_factory=dict)
     """Rank 0: by step, of the evaluations that say which checkpoints are best."""
     schedule: BatchSchedule = field(init=False)
+    saving_word: SavingWord = field(default_factory=SavingWord)
+    lag: int = field(init=False)
+    """Steps by which the host reads a step's numbers late: one on a GPU, which so never waits for the host."""
 
     def __post_init__(self) -> None:
+        self.lag = 1 if self.built.device.type == "cuda" else 0
         self.evaluation = Evaluation(self.built)
         self.pace = Pace(self.built.mesh, self.comm, self.built.device)
         self.scaler = build_scaler(self.built.spec.precision, device=self.built.device)
@@ -505,7 +532,6 @@ class Run:
                 clock.restart()
             for read in read_batches(loader):
                 stop = False
-                saving = 0
                 if self.guard.leaves_out(self.step + 1):
                     stop = self._report_all(pending, clock)
                     self._leave_out(read.batch)
@@ -520,16 +546,14 @@ class Run:
                     # the mark after the numbers: their copy is a part of what it waits for
                     pending.append(PendingStep(self.step, read, result, numbers, phases, clock.mark()))
                     at_rest = self._wants_rest() or profiler.borders(self.step)
-                # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
-                lag = 1 if self.built.device.type == "cuda" and not at_rest else 0
+                lag = 0 if at_rest else self.lag
                 while len(pending) > lag:
-                    told = self._report(pending.pop(0), clock)
-                    stop = told.stop > 0 or stop
-                    saving = max(saving, told.saving)
+                    stop = self._report(pending.pop(0), clock) or stop
                 if self.copier is not None:
                     self.copier.poll()
-                if saving >= self.comm.size:
+                if self.saving_word.read() >= self.comm.size:
                     self._saved(self.saver.settle())
+                self.saver.look()
                 if stop:
                     # what is saved has been looked at: a step that is not finite raises here
                     self._report_all(pending, clock)
@@ -572,7 +596,7 @@ class Run:
         """Reports what was not yet. -> whether some rank asked to stop."""
         stop = False
         while pending:
-            stop = self._report(pending.pop(0), clock).stop > 0 or stop
+            stop = self._report(pending.pop(0), clock) or stop
         return stop
 
     def _roll_back(self, back: RollBack) -> None:
@@ -645,6 +669,7 @@ class Run:
             limits=self.guard.limits(self.step + 1),
             checks=self.checks,
             saving=self.saver.word(),
+            on_saving=self.saving_word.take,
             before_update=self.saver.before_update,
             on_phase=on_phase,
         )
@@ -662,13 +687,13 @@ class Run:
         spec = self.built.spec
         return self._evaluation_due() or self._due(spec.checkpoint.every) or self.step == spec.train.steps
 
-    def _report(self, pending: PendingStep, clock: StepClock) -> Told:
-        """Reads a step's numbers, checks and emits them."""
+    def _report(self, pending: PendingStep, clock: StepClock) -> bool:
+        """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
         spec = self.built.spec
         step = pending.step
         # this waits for the device, so the numbers are read after it
         seconds = clock.lap(pending.mark)
-        loss, norm, tokens, skipped, loss_scale, stop, saving, broken_losses, *others = pending.numbers.tolist()
+        loss, norm, tokens, skipped, loss_scale, stop, broken_losses, *others = pending.numbers.tolist()
         changed, recomputed, differing, saturated, *of_routers = others
         self.tokens += int(tokens)
         if self.checks is not None:
@@ -710,7 +735,7 @@ class Run:
         if routers is not None:
             self.emit(routers)
         self.emit(event)
-        return Told(int(stop), int(saving))
+        return stop > 0
 
     def _look_at_checks(self, step: int, changed: float, recomputed: float, differing: float) -> None:
         """Raises HardwareError where something was found in a step. Numbers are the same on all ranks."""
