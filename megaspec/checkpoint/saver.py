@@ -80,9 +80,6 @@ class Saver(Protocol):
     def word(self) -> int:
         """What this rank adds to a sum over all ranks in its next step. At `world_size` and more `settle` is due."""
 
-    def look(self) -> None:
-        """Called between steps: what this rank can do by itself, without waiting for anything."""
-
     def settle(self) -> list[Saved]:
         """Takes in what the ranks' words said. Raises WriteError when a save failed and was tried in vain."""
 
@@ -179,9 +176,6 @@ class BlockingSaver:
     def word(self) -> int:
         """0: nothing is under way."""
         return 0
-
-    def look(self) -> None:
-        """Nothing is under way."""
 
     def settle(self) -> list[Saved]:
         """Nothing is under way."""
@@ -407,16 +401,12 @@ class AsyncSaver:
         """0: nothing to settle here. 1: this rank is done with its part. The number of ranks: it failed."""
         if self._save is None:
             return 0
-        self.look()
+        if self._save.answer is None:
+            self._advance()
         answer = self._save.answer
         if answer is None:
             return 0
         return 1 if "value" in answer else self._comm.size
-
-    def look(self) -> None:
-        """See Saver. A copy that a GPU has made is written at once, not when the next step begins."""
-        if self._save is not None and self._save.answer is None:
-            self._advance()
 
     def settle(self) -> list[Saved]:
         """See Saver. Nothing happens where ranks were told of what is settled already."""

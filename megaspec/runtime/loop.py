@@ -553,7 +553,6 @@ class Run:
                     self.copier.poll()
                 if self.saving_word.read() >= self.comm.size:
                     self._saved(self.saver.settle())
-                self.saver.look()
                 if stop:
                     # what is saved has been looked at: a step that is not finite raises here
                     self._report_all(pending, clock)
