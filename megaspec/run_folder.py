@@ -6,6 +6,7 @@ A run's folder may come from somebody else. The folder itself may be reached thr
 import json
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,18 +16,28 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
-from megaspec.checkpoint.examine import Inspect, examine, newest_whole
+from megaspec.checkpoint.examine import Inspect, examine
+from megaspec.checkpoint.fallback import candidates_anywhere, newest_anywhere
 from megaspec.checkpoint.files import sync_folder
 from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, CandidateFolder, candidates, step_name
 from megaspec.checkpoint.format import FORMAT_VERSION, MANIFEST, Manifest
 from megaspec.checkpoint.lock import LOCK_FOLDER, RunLock
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
-from megaspec.core.errors import COMMAND_LINE, CheckpointError, MegaspecError, Problem, RecipeError, RunLockedError
+from megaspec.core.errors import (
+    COMMAND_LINE,
+    CheckpointError,
+    MegaspecError,
+    Problem,
+    RecipeError,
+    RunLockedError,
+    WriteError,
+    printable,
+)
 from megaspec.core.faults import failpoint
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import one_of, show
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
-from megaspec.data.files import publish, write_atomically, write_error
+from megaspec.data.files import is_no_room, publish, write_atomically, write_error
 from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target
 from megaspec.hf.companions import FOLDER as TOKENIZER_FOLDER
@@ -160,10 +171,35 @@ def make_folder(folder: Path) -> None:
 
 
 def write_run(folder: Path, recipe: Recipe, target: Target, spec: Spec) -> None:
-    """Writes the four files, each whole or not at all, spec.json last: with it the run exists. Raises WriteError."""
-    predicted = predict(spec, target)
-    for name, content in ((RECIPE, recipe), (TARGET, target), (PREDICTION, predicted), (SPEC, spec)):
-        write_atomically(folder / name, [(content.model_dump_json(indent=1) + "\n").encode()])
+    """Writes the four files, each whole or not at all, spec.json last: with it the run exists. Raises WriteError.
+
+    One that says the same already stays as it is: a run that starts again on a full disk writes nothing anew. What was
+    found of the machine and predicted from it may differ a little in every start; where a run goes on unchanged and
+    there is no room for these two, that is told, and those of an earlier start stay.
+    """
+    texts = {}
+    for name, content in ((RECIPE, recipe), (TARGET, target), (PREDICTION, predict(spec, target)), (SPEC, spec)):
+        texts[name] = (content.model_dump_json(indent=1) + "\n").encode()
+    goes_on = _says(folder, SPEC, texts[SPEC])
+    for name, text in texts.items():
+        if _says(folder, name, text):
+            continue
+        try:
+            write_atomically(folder / name, [text])
+        except WriteError as error:
+            may_stay = name in (TARGET, PREDICTION) and goes_on and os.path.lexists(folder / name)
+            if not may_stay or not is_no_room(error):
+                raise
+            told = f"megaspec: {error}; that of an earlier start stays, and the run goes on"
+            print(printable(told), file=sys.stderr, flush=True)
+
+
+def _says(folder: Path, name: str, text: bytes) -> bool:
+    """Whether a file of a run's folder holds just that."""
+    try:
+        return read_inside(folder, name, limit=len(text)) == text
+    except OSError:
+        return False
 
 
 def _where_a_run_is(folder: Path) -> str:
@@ -248,7 +284,7 @@ def refuse_weights_alone(folder: Path, run: Spec) -> None:
 
 def refuse_last_of_weights(folder: Path, run: Spec, steps: int) -> None:
     """RecipeError: a run is to be trained to more `steps` than those after which it saved weights alone."""
-    for candidate in candidates(folder / CHECKPOINTS):
+    for candidate in candidates_anywhere(folder, run.checkpoint.fallback_dir):
         manifest, problems = examine(candidate.path, candidate.step, deep=False, inspect=own_checkpoint(run))
         if manifest is None or problems:
             continue
@@ -286,11 +322,12 @@ def own_checkpoint(run: Spec) -> Inspect:
 
 
 def newest_step(folder: Path) -> int:
-    """The step of a run's newest checkpoint that is whole and its own; 0 when there is none. Bytes are not read."""
-    if not candidates(folder / CHECKPOINTS):
+    """The step of a run's newest checkpoint that is whole and its own, wherever it was saved; 0 when there is none.
+    Bytes are not read."""
+    if not is_run(folder):
         return 0
     spec = read_run(folder, allows_gone=True).spec
-    return newest_whole(folder / CHECKPOINTS, own_checkpoint(spec)) or 0
+    return newest_anywhere(folder, spec.checkpoint.fallback_dir, own_checkpoint(spec)) or 0
 
 
 def has_ended_well(folder: Path) -> bool:
@@ -305,9 +342,9 @@ def saved_in_words(folder: Path) -> str:
     Bytes are not read: a scheduler waits for this job to end, and a large checkpoint takes minutes. Who resumes reads
     them.
     """
-    if not candidates(folder / CHECKPOINTS):
-        return f"no step was saved yet; megaspec resume {folder} goes on"
     step = newest_step(folder)
+    if step == 0 and not candidates(folder / CHECKPOINTS):
+        return f"no step was saved yet; megaspec resume {folder} goes on"
     if step == 0:
         return f"no good checkpoint is left; megaspec checkpoint verify {folder} says why"
     return f"step {step} is saved; megaspec resume {folder} goes on"
@@ -318,7 +355,7 @@ def refuse_lost_fork(folder: Path, run: Spec) -> None:
     if not began_as_fork(run):
         return
     damage: list[str] = []
-    for candidate in candidates(folder / CHECKPOINTS):
+    for candidate in candidates_anywhere(folder, run.checkpoint.fallback_dir):
         _, problems = examine(candidate.path, candidate.step, deep=False, inspect=own_checkpoint(run))
         if not problems:
             return
@@ -336,9 +373,9 @@ class GoodCheckpoint:
 
 
 def newest_good(source: Path, run: Spec) -> GoodCheckpoint:
-    """The newest good checkpoint of a run, for a fork. CheckpointError: there is none."""
+    """The newest good checkpoint of a run, wherever it was saved, for a fork. CheckpointError: there is none."""
     damage: list[str] = []
-    for candidate in candidates(source / CHECKPOINTS):
+    for candidate in candidates_anywhere(source, run.checkpoint.fallback_dir):
         manifest, problems = examine(candidate.path, candidate.step, deep=True, inspect=own_checkpoint(run))
         if manifest is not None and not problems:
             return GoodCheckpoint(candidate, manifest, tuple(damage))

@@ -1,11 +1,13 @@
 """Planted bugs: a line of shipped source is replaced before the module is imported, or in the functions of a module
 that has been imported and has not run yet."""
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -157,3 +159,23 @@ def _around_functions(code: CodeType) -> tuple:
 
 def _text(code: CodeType) -> tuple:
     return _around_functions(code), [_text(one) for one in _inner(code)]
+
+
+@contextmanager
+def planted(patch: Patch) -> Iterator[None]:
+    """While entered, functions of a module that is loaded have a patch in them."""
+    module = importlib.import_module(patch.module)
+    before = module.__spec__.loader.get_code(patch.module)
+    after = compile(patch.apply(Path(module.__file__).read_text()), module.__file__, "exec", dont_inherit=True)
+    new_codes = _changed(before, after)
+    functions = [_function_of(module, code) for code in new_codes]
+    assert functions, f"{patch} touches what runs once, as the module is imported"
+    assert None not in functions, f"{patch} touches a function that is not found by its name"
+    olds = [function.__code__ for function in functions]
+    for function in functions:
+        function.__code__ = new_codes[function.__code__]
+    try:
+        yield
+    finally:
+        for function, old in zip(functions, olds, strict=True):
+            function.__code__ = old

@@ -1,5 +1,7 @@
 """Checkpoints that a run folder did not take and that were saved in another place: moved home by the next start.
 
+Where that has no room for the newest either, a start goes on from it where it is, and saves beside it.
+
 Torch-free. `checkpoints/saved-elsewhere.txt` in the run folder names the place, where there was room for a line. It is
 how they are found again when `fallback_dir` was changed, or the run folder was moved. A run that was copied has a note
 of the other one's place: there nothing is removed.
@@ -14,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from megaspec.checkpoint import folders
-from megaspec.checkpoint.examine import Inspect, examine, no_objections, whole_steps
+from megaspec.checkpoint.examine import Inspect, examine, newest_whole, no_objections, whole_steps
 from megaspec.checkpoint.files import free_bytes, remove_tree, rename_durably, sync_folder, write_failure
 from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.checkpoint.retention import kept
@@ -72,13 +74,45 @@ def _places(run_dir: Path, fallback_dir: str | None) -> list[Path]:
     return list(dict.fromkeys(places))
 
 
+def newest_anywhere(run_dir: Path, fallback_dir: str | None, inspect: Inspect) -> int | None:
+    """The step of a run's newest checkpoint that is whole, in its folder or where it was saved elsewhere. Bytes are not
+    read. None: there is none."""
+    newest = newest_whole(run_dir / folders.CHECKPOINTS, inspect)
+    for place in _places(run_dir, fallback_dir):
+        # one that can't be looked into is told where a start looks for what to go on from
+        with contextlib.suppress(CheckpointError):
+            step = newest_whole(place, inspect)
+            if step is not None and (newest is None or step > newest):
+                newest = step
+    return newest
+
+
+def candidates_anywhere(run_dir: Path, fallback_dir: str | None) -> list[folders.CandidateFolder]:
+    """Every folder that may hold a good checkpoint of a run, as folders.candidates lists them; those that were saved
+    elsewhere are the later ones of their step."""
+    found = []
+    for place in (*_places(run_dir, fallback_dir), run_dir / folders.CHECKPOINTS):
+        found += folders.candidates(place)
+    # sorted keeps the order of equals
+    return sorted(found, key=lambda candidate: -candidate.step)
+
+
+def is_own_place(place: Path, fallback_dir: str | None, run_dir: Path) -> bool:
+    """Whether checkpoints in a folder of them are this run's to move and to remove, or those of one that it was copied
+    from."""
+    return fallback_dir is not None and place == _own_place(fallback_dir, run_dir)
+
+
 @dataclass(frozen=True)
 class Adopted:
-    """What `adopt` did. `lines`: for whoever starts the run."""
+    """What `adopt` did. For whoever starts the run: `lines` tell what was done, and `left` what stays elsewhere."""
 
     step: int | None
     """The newest that was moved."""
     lines: tuple[str, ...]
+    left: tuple[str, ...] = ()
+    place: Path | None = None
+    """The folder in which the newest of all stays, since the run folder does not take it; None where it has it."""
 
 
 def adopt(
@@ -90,18 +124,20 @@ def adopt(
     Of a step that is in both the one in the fallback folder is the later one: a run that goes on, or back, has taken
     home before what was there.
 
-    WriteError: the run folder has no room for the newest. An older one that has none stays where it is, and so does a
-    damaged one; both are told.
+    One that the run folder has no room for stays where it is, and so does a damaged one. WriteError: the newest stays,
+    and nothing says where to save what follows.
     """
     home = run_dir / folders.CHECKPOINTS
     noted = _noted(home)
     at_home = whole_steps(home, inspect)
     lines = []
+    left_there = []
+    stays = None
     moved = []
     if noted is not None and not noted.path.is_dir() and noted.step > max(at_home, default=-1):
         lines.append(f"{noted.path} is not there, in which a checkpoint was saved that this folder had not taken")
     for place in _places(run_dir, spec.fallback_dir):
-        is_ours = spec.fallback_dir is not None and place == _own_place(spec.fallback_dir, run_dir)
+        is_ours = is_own_place(place, spec.fallback_dir, run_dir)
         # newest first
         left = folders.candidates(place)
         while left:
@@ -114,16 +150,18 @@ def adopt(
                     with contextlib.suppress(OSError):
                         remove_tree(candidate.path)
                 continue
-            manifest, problems = examine(candidate.path, step, deep=True, inspect=inspect)
+            try:
+                manifest, problems = _copied(candidate, inspect, home)
+            except WriteError as error:
+                is_newest = step > max(at_home, default=-1) and (stays is None or step > stays.step)
+                if is_newest and spec.fallback_dir is None:
+                    raise
+                if is_newest:
+                    stays = candidate
+                left_there.append(f"step {step} stays where it was saved: {error}")
+                continue
             if manifest is None or problems:
                 lines.append(f"a checkpoint is not good: {'; '.join(problems)}")
-                continue
-            try:
-                _copy(candidate, manifest, home)
-            except WriteError as error:
-                if step > max(at_home, default=-1):
-                    raise
-                lines.append(f"step {step} stays in {place}: {error}")
                 continue
             at_home.add(step)
             moved.append(step)
@@ -136,14 +174,15 @@ def adopt(
     if noted is not None and noted.step <= max(at_home, default=-1):
         with contextlib.suppress(OSError):
             (home / NOTE).unlink()
-    return Adopted(max(moved, default=None), tuple(lines))
+    place = None if stays is None else stays.path.parent
+    return Adopted(max(moved, default=None), tuple(lines), tuple(left_there), place)
 
 
 def put_aside_from(run_dir: Path, fallback_dir: str | None, first_step: int, reason: str) -> list[int]:
-    """Puts what was saved elsewhere, of `first_step` and behind, into a quarantine there: no start is to go on from it.
-    -> their steps. WriteError: it can't be moved, or the place can't be looked into."""
+    """Puts checkpoints of `first_step` and behind, wherever they were saved, into a quarantine there: no start is to go
+    on from them. -> their steps. WriteError: one can't be moved, or a place can't be looked into."""
     moved = []
-    for place in _places(run_dir, fallback_dir):
+    for place in (run_dir / folders.CHECKPOINTS, *_places(run_dir, fallback_dir)):
         try:
             for candidate in folders.candidates(place):
                 if candidate.step >= first_step:
@@ -173,18 +212,34 @@ def _noted(home: Path) -> folders.CandidateFolder | None:
     return folders.parse_candidate(path.parent, path.name)
 
 
+def _copied(candidate: folders.CandidateFolder, inspect: Inspect, home: Path) -> tuple[Manifest | None, list[str]]:
+    """Copies a good checkpoint home. -> as `examine`. WriteError: it did not arrive."""
+    manifest, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
+    if manifest is None or problems:
+        return manifest, problems
+    # before its bytes are read, which takes minutes
+    _refuse_no_room(candidate, manifest, home)
+    manifest, problems = examine(candidate.path, candidate.step, deep=True, inspect=inspect)
+    if manifest is not None and not problems:
+        _copy(candidate, manifest, home)
+    return manifest, problems
+
+
+def _refuse_no_room(candidate: folders.CandidateFolder, manifest: Manifest, home: Path) -> None:
+    free = free_bytes(home)
+    if manifest.bytes > free:
+        raise WriteError(
+            f"{candidate.path} belongs into {home}, which has no room for it: need {manifest.bytes:,} bytes, {free:,} "
+            "bytes are free; make room there, and the next start moves it"
+        )
+
+
 def _copy(candidate: folders.CandidateFolder, manifest: Manifest, home: Path) -> None:
     """Copies a checkpoint home as it would be saved there. WriteError: it did not arrive."""
     target = home / folders.step_name(candidate.step)
     saving = home / folders.hidden_name("saving", candidate.step, manifest.generation)
     try:
         home.mkdir(parents=True, exist_ok=True)
-        free = free_bytes(home)
-        if manifest.bytes > free:
-            raise WriteError(
-                f"{candidate.path} belongs into {home}, which has no room for it: need "
-                f"{manifest.bytes:,} bytes, {free:,} bytes are free; make room there and start again"
-            )
         folders.remove_hidden(home, "saving")
         saving.mkdir()
         for name in [file.name for file in manifest.files] + [MANIFEST]:

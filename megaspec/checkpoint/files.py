@@ -16,6 +16,9 @@ from megaspec.core.errors import CheckpointError, WriteError
 # Errors of the machine, not of the file: nothing is known about the bytes, so nothing is put aside because of them.
 MACHINE_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE})
 
+# Errors of a disk, or of a user's share of it, that has no room.
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
@@ -47,7 +50,7 @@ def write_failure(path: Path, error: OSError, *, need: int | None = None) -> Wri
     """What to raise when `path` could not be written; `need` is the size in bytes of what was to be written."""
     text = f"cannot write {error.filename or path}: {os.strerror(error.errno or 0)}"
     remedy = ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in NO_ROOM | {errno.EFBIG}:
         remedy = "make room there, lower checkpoint.keep or "
         if need is not None:
             text += f"; need {need:,} bytes"

@@ -4,11 +4,17 @@
     lock/00000003.beat      a counter that the holder raises twice a second
     lock/00000003.released  the record after the holder let go
     lock/flock              held with flock(2) where the file system knows it
+    lock/spare              room for the next record: an earlier one, under this name
 
 Whoever has the highest token is the holder. The next token is claimed by link(2), which fails when the name exists, on
 network file systems too, so two claims never both succeed. A holder counts as dead when its process is gone (same
 machine), when the kernel has dropped its flock (same machine, another container), or when its counter stood still for
 `stale_seconds` of the observer's own monotonic clock; no two clocks are ever compared.
+
+Note "Full disks". A run whose folder has no room may save elsewhere (fallback.py), and has to be started again all the
+same. So a holder keeps the blocks of the one before it: that one's counter becomes its own, and that one's record the
+spare, which the next holder writes over in place. Only file systems that write elsewhere what is changed (copy on
+write) need room for that.
 """
 
 import contextlib
@@ -28,16 +34,27 @@ from typing import Self
 
 import psutil
 
-from megaspec.checkpoint.files import open_folder, read_limited, sync_folder, write_durably, write_failure
+from megaspec.checkpoint.files import (
+    NO_ROOM,
+    open_folder,
+    pwrite_all,
+    read_limited,
+    sync_folder,
+    write_durably,
+    write_failure,
+)
 from megaspec.core.errors import CheckpointError, RunLockedError, WriteError
 from megaspec.core.regular_files import make_folder_inside, open_inside, read_inside
 
 LOCK_FOLDER = "lock"
+SPARE = "spare"
 BEAT_SECONDS = 0.5
 STALE_SECONDS = 30.0
 
 _RECORD = re.compile(r"([0-9]{8,18})\.(json|released)")
 _RECORD_LIMIT = 4096
+# More than a record has; the file system gives a whole block.
+_SPARE_BYTES = 1024
 _NO_FLOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 _NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
@@ -163,7 +180,7 @@ class RunLock:
             while not self._try_acquire():
                 pass
         except OSError as error:
-            self._drop_flock()
+            self._withdraw()
             raise write_failure(self.folder, error) from None
         self._pid = os.getpid()
         self._stop.clear()
@@ -244,10 +261,20 @@ class RunLock:
         # that nobody finds the record of a holder whose flock is free.
         with contextlib.suppress(RunLockedError, WriteError):
             self.check()
-            stem = self.folder / f"{self._token:08d}"
-            # When this fails the lock is found stale, as this process is soon gone.
-            with contextlib.suppress(OSError):
-                os.rename(stem.with_suffix(".json"), stem.with_suffix(".released"))
+            self._rename_record()
+        self._token = 0
+        self._drop_flock()
+
+    def _rename_record(self) -> None:
+        """Says that this holder has let go. When that fails the lock is found stale, as this process is soon gone."""
+        stem = self.folder / f"{self._token:08d}"
+        with contextlib.suppress(OSError):
+            os.rename(stem.with_suffix(".json"), stem.with_suffix(".released"))
+
+    def _withdraw(self) -> None:
+        """Lets go of what `acquire` has got so far."""
+        if self._token:
+            self._rename_record()
         self._token = 0
         self._drop_flock()
 
@@ -279,22 +306,32 @@ class RunLock:
             flock=has_flock,
             nonce=secrets.token_hex(8),
         ).encode()
-        if not self._claim(token + 1, record):
-            return False
+        try:
+            if not self._claim(token + 1, record):
+                return False
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            # another start may have taken the spare, and is about to have the lock
+            time.sleep(0.2)
+            if self._highest() != (token, kind):
+                return False
+            raise
         self._token = token + 1
         self._record = record
-        self._write_beat(1)
         # An earlier holder that lives on after all finds its record gone, see `is_ours`.
-        self._remove_older()
+        self._take_over_older()
+        self._write_beat(1)
+        self._keep_spare()
         return True
 
     def _claim(self, token: int, record: bytes) -> bool:
         """Publish a record under a token that nobody has; False when somebody was first."""
         target = self.folder / f"{token:08d}.json"
         claim = self.folder / f".claim-{os.getpid()}-{secrets.token_hex(8)}"
-        # written whole under a name of its own and then linked: nobody reads half a record
-        write_durably(claim, record)
         try:
+            # written whole under a name of its own and then linked: nobody reads half a record
+            self._write_claim(claim, record)
             os.link(claim, target)
         except FileExistsError:
             # A network file system may have answered a repeated request: two links mean that the first one worked.
@@ -312,6 +349,59 @@ class RunLock:
             claim.unlink(missing_ok=True)
         sync_folder(self.folder)
         return True
+
+    def _write_claim(self, claim: Path, record: bytes) -> None:
+        """A new file, or, where there is no room for one, the spare written over. Raises OSError."""
+        try:
+            write_durably(claim, record)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            # as much of it as there was room for
+            claim.unlink(missing_ok=True)
+            if not self._write_over_spare(claim, record):
+                raise
+
+    def _write_over_spare(self, claim: Path, record: bytes) -> bool:
+        """-> False where there is none, or none of this folder's alone. Raises OSError."""
+        try:
+            os.rename(self.folder / SPARE, claim)
+        except FileNotFoundError:
+            return False
+        fd = open_inside(self.run_dir, f"{LOCK_FOLDER}/{claim.name}", os.O_WRONLY)
+        try:
+            # a folder that was copied by hard links shares its files with the other one
+            if os.fstat(fd).st_nlink != 1:
+                return False
+            pwrite_all(fd, memoryview(record), 0)
+            # last, since what is cut off may be another's at once
+            os.ftruncate(fd, len(record))
+            os.fsync(fd)
+        except OSError:
+            # for the next holder, when there may be room
+            os.rename(claim, self.folder / SPARE)
+            raise
+        finally:
+            os.close(fd)
+        return True
+
+    def _has_spare(self) -> bool:
+        """One without bytes has no room: who made it met a full disk, or was killed."""
+        try:
+            return os.lstat(self.folder / SPARE).st_size > 0
+        except FileNotFoundError:
+            return False
+
+    def _keep_spare(self) -> None:
+        """Makes one where no earlier holder has left any. A disk without room does without."""
+        if self._has_spare():
+            return
+        spare = self.folder / SPARE
+        try:
+            spare.unlink(missing_ok=True)
+            write_durably(spare, b" " * _SPARE_BYTES)
+        except OSError:
+            spare.unlink(missing_ok=True)
 
     def _lives(self, token: int, holder: Holder | None, has_flock: bool) -> bool:
         """Whether a holder lives, by the surest way there is. `has_flock`: we have just taken the lock's flock."""
@@ -375,11 +465,28 @@ class RunLock:
         finally:
             os.close(fd)
 
-    def _remove_older(self) -> None:
+    def _take_over_older(self) -> None:
+        """Removes what earlier holders left, but for a counter, which becomes this one's, and a record, which becomes
+        the spare. See the note "Full disks"."""
+        older = []
         for name in os.listdir(self.folder):
             stem = name.partition(".")[0]
             if stem.isdigit() and int(stem) < self._token:
-                (self.folder / name).unlink(missing_ok=True)
+                older.append(name)
+        counter = self.folder / f"{self._token:08d}.beat"
+        for name in sorted(older, reverse=True):
+            path = self.folder / name
+            if name.endswith(".beat"):
+                target = counter
+                is_wanted = not os.path.lexists(counter)
+            else:
+                target = self.folder / SPARE
+                is_wanted = not self._has_spare()
+            # one with another name besides is another folder's as well, which was copied by hard links
+            if is_wanted and os.lstat(path).st_nlink == 1:
+                os.rename(path, target)
+            else:
+                path.unlink(missing_ok=True)
 
     def _take_flock(self) -> bool:
         """Whether the lock's flock is ours now; False where another has it or the file system knows none."""

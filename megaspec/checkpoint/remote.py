@@ -3,6 +3,7 @@
     URL/spec.json and other RUN_FILES                         what a run needs to go on, as it was at the last copy
     URL/checkpoints/step-00000100/rank-00000.safetensors
     URL/checkpoints/step-00000100/manifest.json               last: who sees it sees all of the checkpoint
+    URL/checkpoints/step-00000100/manifest.partial            while it is copied or deleted: whose the half is
 
 Note "Verified by ours". A store's own checksums are of what it received, and differ from store to store. Each file is
 read back after it was written, chunk by chunk, and held to the manifest's CRC-32; only then is the manifest written. It
@@ -12,6 +13,8 @@ costs the bytes a second time, beside the training, and works with every store.
 import contextlib
 import os
 import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,32 @@ from megaspec.checkpoint.files import rename_durably, sync_folder, write_failure
 from megaspec.checkpoint.format import MANIFEST, MANIFEST_LIMIT, StoredFile
 from megaspec.checkpoint.in_use import held_for_reading
 from megaspec.core.errors import CheckpointError, MegaspecError, WriteError
+from megaspec.core.faults import failpoint
 from megaspec.core.remote_files import FIRST_WAIT_SECONDS, PART_BYTES, TRIES, RemoteFiles, last_name
 
 RUN_FILES = ("recipe.json", "target.json", "spec.json", "prediction.json", "metrics.jsonl")
 _RUN_FILE_LIMIT = 1 << 30
 _PROBE = ".megaspec-probe"
+PARTIAL = "manifest.partial"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Steps of the copies below a URL, ascending."""
+
+    whole: list[int]
+    partial: list[int]
+    """Of which there is something, and no manifest: they were being copied or deleted."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the manifest of a copy says of whose it is."""
+
+    step: int
+    spec: dict[str, Any]
+    state: dict[str, Any]
+    digest: str
 
 
 class Remote(RemoteFiles):
@@ -60,12 +84,15 @@ class Remote(RemoteFiles):
             data = (checkpoint / MANIFEST).read_bytes()
             if self.has(f"{target}/{MANIFEST}", data):
                 return 0
-            self.tried(lambda: self.forget(f"{target}/{MANIFEST}"), target)
             self.tried(lambda: self.make_folder(target), target)
+            self.put(f"{target}/{PARTIAL}", data)
+            self.tried(lambda: self.forget(f"{target}/{MANIFEST}"), target)
             for file in manifest.files:
+                failpoint("mid_remote_copy")
                 self._copy(checkpoint / file.name, f"{target}/{file.name}", file, manifest.chunk_bytes)
             self._upload_run_files(run_dir)
             self.put(f"{target}/{MANIFEST}", data)
+            self.tried(lambda: self.forget(f"{target}/{PARTIAL}"), target)
         return manifest.bytes
 
     def _copy(self, source: Path, there: str, file: StoredFile, chunk_bytes: int) -> None:
@@ -90,28 +117,59 @@ class Remote(RemoteFiles):
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are whole there, ascending."""
+        return self.found().whole
+
+    def found(self) -> Found:
+        """What is there."""
         folder = f"{self.root}/{folders.CHECKPOINTS}"
 
-        def found() -> list[int]:
-            steps = []
+        def look() -> Found:
+            whole = []
+            partial = []
             if not self.fs.exists(folder):
-                return steps
+                return Found([], [])
             for path in self.fs.ls(folder, detail=False):
                 candidate = folders.parse_candidate(Path(), path.rstrip("/").rsplit("/", 1)[-1])
-                if candidate is not None and self.fs.exists(f"{path}/{MANIFEST}"):
-                    steps.append(candidate.step)
-            return sorted(steps)
+                if candidate is None:
+                    continue
+                if self.fs.exists(f"{path}/{MANIFEST}"):
+                    whole.append(candidate.step)
+                else:
+                    partial.append(candidate.step)
+            return Found(sorted(whole), sorted(partial))
 
-        return self.tried(found, self.url)
+        return self.tried(look, self.url)
+
+    def identity(self, step: int) -> Identity | None:
+        """Whose a copy is, or a half of one; None where nothing says so. CheckpointError: its manifest is damaged."""
+        from megaspec.checkpoint.codec import decode  # numpy, only where there is a manifest
+
+        target = f"{self.root}/{folders.CHECKPOINTS}/{folders.step_name(step)}"
+        for name in (MANIFEST, PARTIAL):
+            data = self.read_if_there(f"{target}/{name}", limit=MANIFEST_LIMIT)
+            if data is not None:
+                manifest = decode(data, f"{target}/{name}")
+                return Identity(step, manifest.spec, manifest.state, manifest.digest)
+        return None
 
     def remove(self, step: int) -> None:
-        """Deletes a copy: its manifest first, so that no half of it is ever taken for one."""
+        """Deletes a copy: its manifest first, so that no half of it is ever taken for one, and last what says whose the
+        half is, so that a later start finds it."""
         target = f"{self.root}/{folders.CHECKPOINTS}/{folders.step_name(step)}"
+        manifest = self.read_if_there(f"{target}/{MANIFEST}", limit=MANIFEST_LIMIT)
+        if manifest is not None:
+            self.put(f"{target}/{PARTIAL}", manifest)
 
         def remove() -> None:
+            failpoint("before_remote_delete")
             self.forget(f"{target}/{MANIFEST}")
-            if self.fs.exists(target):
-                self.fs.rm(target, recursive=True)
+            failpoint("mid_remote_delete")
+            if not self.fs.exists(target):
+                return
+            files = [path for path in self.fs.find(target) if last_name(path) != PARTIAL]
+            if files:
+                self.fs.rm(files)
+            self.fs.rm(target, recursive=True)
 
         self.tried(remove, target)
 
@@ -163,7 +221,7 @@ class Remote(RemoteFiles):
 
 
 def work(job: dict[str, Any]) -> Any:
-    """A job of the copier, in writer.py's process: check, copy or drop."""
+    """A job of the copier, in writer.py's process: check, copy, drop, list or look."""
     remote = Remote(job["url"], wait_seconds=job["wait_seconds"])
     match job["do"]:
         case "check":
@@ -172,4 +230,19 @@ def work(job: dict[str, Any]) -> Any:
             return remote.upload(Path(job["path"]), job["step"], run_dir=Path(job["run_dir"]))
         case "drop":
             return remote.remove(job["step"])
+        case "list":
+            return asdict(remote.found())
+        case "look":
+            return [asdict(one) for one in _identities(remote, job["steps"])]
     raise AssertionError(f"do={job['do']!r} is no job of a copier")
+
+
+def _identities(remote: Remote, steps: Sequence[int]) -> list[Identity]:
+    """Of the copies of these steps. One whose manifest is damaged says nothing of whose it is, and stays."""
+    found = []
+    for step in steps:
+        with contextlib.suppress(CheckpointError):
+            identity = remote.identity(step)
+            if identity is not None:
+                found.append(identity)
+    return found

@@ -1,8 +1,8 @@
 """When a run's checkpoints are written: while training waits, or beside it by another process.
 
 Note "Beside". All ranks copy their state into shared memory, and each rank's writer (writer.py) writes its file. Each
-rank says in its next steps, with `word`, whether its part is done; the sum over the ranks travels with the step, so
-that all ranks learn in the same step that all are done, or that one has failed, and meet in `settle`. Then rank 0's
+rank says when its next steps begin, with `word`, whether its part is done; the sum over the ranks begins the step, so
+that all ranks learn in that step that all are done, or that one has failed, and meet in `settle`. Then rank 0's
 writer publishes, which the ranks learn in the same way. The order on the disk is that of a save that training waits
 for, and so are the bytes.
 

@@ -27,7 +27,7 @@ class CheckpointSpec(Frozen):
     """How often a save that failed is tried again before the run ends: in fallback_dir, or where it failed."""
     fallback_dir: str | None = Field(None, min_length=1)
     """Where a save goes that the run folder did not take, on another disk that all ranks see. The next start moves it
-    into the run folder. None: there is no other place."""
+    into the run folder, or goes on from it where it is. None: there is no other place."""
     copy_to: str | None = Field(None, min_length=1)
     """URL to which each published checkpoint is copied, beside training, and read back: `s3://bucket/run`, or another
     scheme of fsspec's. What is deleted in the run folder is deleted there. None: there are no copies."""

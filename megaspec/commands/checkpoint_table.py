@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from megaspec.checkpoint.examine import examine, no_objections
+from megaspec.checkpoint.fallback import candidates_anywhere
 from megaspec.checkpoint.folders import CHECKPOINTS, CandidateFolder, candidates, quarantined
 from megaspec.checkpoint.format import Manifest
 from megaspec.core.errors import CheckpointError, printable
@@ -16,15 +17,19 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
     """Print a table. -> 0, or 66 when a checkpoint is bad.
 
     `deep`: every byte is read, else manifests and sizes only, and those in quarantine are shown. `step`: only that one.
+    Those that the run folder did not take (fallback.py) are shown with their place.
     CheckpointError: there is none.
     """
     refuse_unfinished_fork(run_dir)
     folder = run_dir / CHECKPOINTS
     is_in_run = is_run(run_dir)
     inspect = no_objections
+    there = candidates(folder)
     if is_in_run:
-        inspect = own_checkpoint(read_run(run_dir, allows_gone=True).spec)
-    found = [candidate for candidate in candidates(folder) if step in (None, candidate.step)]
+        spec = read_run(run_dir, allows_gone=True).spec
+        inspect = own_checkpoint(spec)
+        there = candidates_anywhere(run_dir, spec.checkpoint.fallback_dir)
+    found = [candidate for candidate in there if step in (None, candidate.step)]
     aside = quarantined(folder)
     if not found and (step is not None or not aside):
         raise CheckpointError(_nothing(run_dir, step))
@@ -34,7 +39,10 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
         manifest, damage = examine(candidate.path, candidate.step, deep=deep, inspect=inspect)
         # A running job may have removed it meanwhile.
         if candidate.path.exists() or candidate.path.is_symlink():
-            rows.append(_row(candidate, manifest, damage, deep=deep))
+            row = _row(candidate, manifest, damage, deep=deep)
+            if candidate.path.parent != folder:
+                row = (*row[:-1], f"{row[-1]}, in {candidate.path.parent}")
+            rows.append(row)
             problems += damage
     if rows:
         _print_table([_HEADINGS, *rows])

@@ -14,11 +14,12 @@ from megaspec.checkpoint.fallback import adopt
 from megaspec.checkpoint.lock import RunLock
 from megaspec.commands.layouts import LayoutOption, Taken, first_that_fits, layout_options
 from megaspec.compose.compose import Composed, recompose
-from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeError, printable
+from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeError, WriteError, printable
 from megaspec.core.frozen import AUTO
 from megaspec.core.remote_files import is_url
 from megaspec.core.terminal import terminal
 from megaspec.data.fetch import bring_here, data_in_words
+from megaspec.data.files import is_no_room
 from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target, detect_target
 from megaspec.hf.companions import kept_companions, read_companions, refuse_other_vocabulary
@@ -294,6 +295,7 @@ def prepare_resume(
         # where it was saved, and what is to be kept from now on
         checkpoint = recipe.checkpoint.model_copy(update={"fallback_dir": old.checkpoint.fallback_dir})
         losses = losses_by_step(folder / METRICS, checkpoint.best_by)
+        # what stays elsewhere its ranks will tell: they look once more
         for line in adopt(folder, checkpoint, own_checkpoint(old), losses=losses).lines:
             print(printable(f"megaspec: {line}"), file=sys.stderr)
         refuse_lost_fork(folder, old)
@@ -358,7 +360,13 @@ def _record(folder: Path) -> None:
 def record_environment(folder: Path) -> None:
     """Keeps what the run is made with in its folder: versions, GPUs, commits, and this command line without secrets."""
     words = {"train", "resume", "--fork", "--config-dir", "--plugin", "--supervise", *loaded(), str(folder)}
-    write_environment(folder, command=sys.argv, words=words, sections={*Recipe.model_fields, "recipe", "resume"})
+    try:
+        write_environment(folder, command=sys.argv, words=words, sections={*Recipe.model_fields, "recipe", "resume"})
+    except WriteError as error:
+        if not is_no_room(error):
+            raise
+        # a full disk costs the record, never the run
+        print(printable(f"megaspec: {error}; the run goes on without it"), file=sys.stderr, flush=True)
 
 
 def _show(spec: Spec, target: Target) -> None:

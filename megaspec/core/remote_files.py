@@ -84,7 +84,7 @@ class RemoteFiles:
     def put(self, there: str, data: bytes) -> None:
         """Writes a small file until it comes back as it was written."""
         for _ in range(TRIES):
-            self.tried(lambda: self.fs.pipe_file(there, data), there)
+            self.tried(lambda: self._replace(there, lambda path: self.fs.pipe_file(path, data)), there)
             if self.has(there, data):
                 return
         raise self.error(f"{self.name}{self.url}: {last_name(there)}: other bytes came back than were written")
@@ -145,14 +145,33 @@ class RemoteFiles:
     def make_folder(self, path: str) -> None:
         """Makes a folder where there are folders. Not tried again."""
         # a store has no folders; making a bucket is its owner's affair
-        if "file" in self.fs.protocol or "local" in self.fs.protocol:
+        if self._is_local():
             self.fs.makedirs(path, exist_ok=True)
+
+    def _is_local(self) -> bool:
+        """Whether it is no store but a file system of this machine."""
+        return "file" in self.fs.protocol or "local" in self.fs.protocol
+
+    def _replace(self, there: str, write: Callable[[str], object]) -> None:
+        """Writes a file that whoever reads sees whole, the former or this one, also where the writer is killed: a store
+        puts it in place at its end, a file system is told to."""
+        if not self._is_local():
+            write(there)
+            return
+        # a later write takes the place of what a kill leaves
+        temporary = f"{there}.tmp"
+        write(temporary)
+        os.replace(temporary, there)
 
     def write(self, source: Path, there: str) -> None:
         """Uploads a file, in parts where it is large. Not tried again, and not read back."""
-        with open(source, "rb") as file, self.fs.open(there, "wb", block_size=PART_BYTES) as out:
-            while data := file.read(PART_BYTES):
-                out.write(data)
+
+        def upload(path: str) -> None:
+            with open(source, "rb") as file, self.fs.open(path, "wb", block_size=PART_BYTES) as out:
+                while data := file.read(PART_BYTES):
+                    out.write(data)
+
+        self._replace(there, upload)
 
     def fetch(self, source: str, target: Path, *, limit: int) -> None:
         """Downloads a file of at most `limit` bytes."""

@@ -39,6 +39,12 @@ def write_atomically(path: Path, chunks: Iterable[Any], *, need: int | None = No
         raise write_error(path, error, need) from error
 
 
+def is_no_room(error: WriteError) -> bool:
+    """Whether a write failed since the disk, or the user's share of it, is full."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file that a user has asked for, with the folders that it lies in. WriteError."""
     try:

@@ -64,7 +64,7 @@ def write_environment(
     try:
         write_beside(path, [(json.dumps(record, indent=2) + "\n").encode()]).replace(path)
     except OSError as error:
-        raise WriteError(f"{path}: {error.strerror}; make room or choose another run_dir") from None
+        raise WriteError(f"{path}: {error.strerror}; make room or choose another run_dir") from error
     return path
 
 

@@ -6,17 +6,20 @@
 it, and float() reads it.
 """
 
+import errno
 import json
 import math
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megaspec.core.bounded_json import parse_json
+from megaspec.core.errors import printable
 from megaspec.core.regular_files import open_inside, write_beside
 from megaspec.log.events import NAMES, EvalDone, Event, RolledBack, RunEnded
 
@@ -37,14 +40,21 @@ class JsonlSink:
     was copied by hard links, that one keeps its lines. Where the run goes back they are cut off as well.
 
     A line is in the kernel's hands when `__call__` returns, so a killed process loses none. OSError when a line can't
-    be written; it is then kept, and written before the next one.
+    be written; it is then kept, and written before the next one. Lines that there never was room for are told, by the
+    end that gives them up, or, where that was a kill, by the start that misses them.
     """
 
     def __init__(self, path: Path, *, step: int):
         self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
+        self._n_given_up = 0
         # never through a link: what lies behind one would be cut off
         self._fd = _open(path)
-        self._length = _length_until(self._fd, step)
+        history = _history_until(self._fd, step)
+        self._length = history.length
+        if history.last_step is not None and history.last_step < step:
+            text = f"{path} tells nothing of steps {history.last_step + 1} to {step}: the start before was killed while"
+            text += " there was no room for their lines, or lines were taken away"
+            print(printable(f"megaspec: {text}"), file=sys.stderr, flush=True)
         if os.fstat(self._fd).st_nlink > 1:
             self._fd = _apart(self._fd, path, self._length)
         os.ftruncate(self._fd, self._length)
@@ -54,22 +64,35 @@ class JsonlSink:
             self._cut(event.step)
         line = {"event": NAMES[type(event)], "time": round(time.time(), 3), **asdict(event)}
         text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False)
+        if len(self._waiting) == MOST_WAITING:
+            # the oldest one goes
+            self._n_given_up += 1
         self._waiting.append(text.encode(errors="backslashreplace") + b"\n")
         self._write_waiting()
 
     def close(self) -> None:
-        """OSError when lines had to be given up."""
+        """OSError when lines had to be given up, with how many."""
         try:
             self._write_waiting()
+        except OSError as error:
+            self._n_given_up += len(self._waiting)
+            raise OSError(error.errno, f"{error.strerror}: {self._given_up_in_words()}") from None
         finally:
             os.close(self._fd)
+        if self._n_given_up:
+            raise OSError(errno.ENOSPC, self._given_up_in_words())
+
+    def _given_up_in_words(self) -> str:
+        if self._n_given_up == 1:
+            return "1 line is lost"
+        return f"{self._n_given_up:,} lines are lost"
 
     def _cut(self, step: int) -> None:
         """Takes lines of later steps away, those that are not written yet, too."""
         self._waiting = deque((line for line in self._waiting if not _is_later(line, step)), maxlen=MOST_WAITING)
         # lines are appended wherever the file is read
         os.lseek(self._fd, 0, os.SEEK_SET)
-        self._length = _length_until(self._fd, step)
+        self._length = _history_until(self._fd, step).length
         os.ftruncate(self._fd, self._length)
 
     def _write_waiting(self) -> None:
@@ -185,13 +208,24 @@ def _blocks(file: BinaryIO, length: int) -> Iterator[bytes]:
         yield block
 
 
-def _length_until(fd: int, step: int) -> int:
-    """Bytes up to the last of our lines before the first that is torn or belongs to a later step.
+@dataclass(frozen=True)
+class _History:
+    """What a metrics.jsonl keeps when a run goes on."""
+
+    length: int
+    """Bytes."""
+    last_step: int | None
+    """The highest that a line tells of; None where there is no line."""
+
+
+def _history_until(fd: int, step: int) -> _History:
+    """Up to the last of our lines before the first that is torn or belongs to a later step.
 
     A line that can't be read in the midst of them is no reason to lose those behind it.
     """
     length = 0
     read = 0
+    last = None
     with open(fd, "rb", closefd=False) as file:
         while line := file.readline(MAX_LINE):
             found = _step_of(line)
@@ -200,7 +234,8 @@ def _length_until(fd: int, step: int) -> int:
             read += len(line)
             if found is not None:
                 length = read
-    return length
+                last = found if last is None else max(last, found)
+    return _History(length, last)
 
 
 def _is_later(line: bytes, step: int) -> bool:

@@ -15,13 +15,13 @@ import psutil
 import torch
 
 from megaspec.checkpoint.comm import Comm, on_first
-from megaspec.checkpoint.copier import Copier
-from megaspec.checkpoint.examine import Inspect
-from megaspec.checkpoint.fallback import adopt, put_aside_from, refuse_unwritable
-from megaspec.checkpoint.folders import step_name
+from megaspec.checkpoint.copier import Copier, Tidying
+from megaspec.checkpoint.examine import Inspect, newest_whole
+from megaspec.checkpoint.fallback import adopt, is_own_place, put_aside_from, refuse_unwritable
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader
-from megaspec.checkpoint.retention import kept_beside_newest
+from megaspec.checkpoint.remote import Found, Identity
+from megaspec.checkpoint.retention import kept, kept_beside_newest
 from megaspec.checkpoint.saver import MEET_SECONDS, Saved, Saver, Tries, build_saver, build_tries
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import START_ANEW, Store
@@ -60,6 +60,7 @@ from megaspec.rules.belonging import (
     is_fork_point,
     last_of_weights,
     objections,
+    run_identity,
 )
 from megaspec.runtime.build import TrainState
 from megaspec.runtime.checks import Checks, Suspicion, build_checks
@@ -165,9 +166,8 @@ class PhaseMarks:
 
 
 def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
-    """float64 [12 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, ranks that ask to stop, what ranks
-    say of a save under way, broken losses, the three of `Found`, elements that saturated (-1: none can), and those of
-    `routers`.
+    """float64 [11 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, ranks that ask to stop, broken
+    losses, the three of `Found`, elements that saturated (-1: none can), and those of `routers`.
 
     From a GPU they are there once it has passed a mark that is set after this call. The copy is queued here, behind its
     own step: asked for later, it would queue, and its reader wait, behind the steps that were begun meanwhile.
@@ -179,7 +179,7 @@ def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
         result.tokens,
         result.skipped,
         result.loss_scale,
-        *result.of_ranks,
+        result.asked_to_stop,
         result.broken_losses,
         found.changed,
         found.recomputed,
@@ -243,12 +243,36 @@ class PendingStep:
     mark: Mark
 
 
-@dataclass(frozen=True)
-class Told:
-    """What the ranks said in a step: how many ask to stop, and the sum of their words of a save under way."""
+class SavingWord:
+    """What the ranks say of the save under way in a step, read while that step runs.
 
-    stop: int
-    saving: int
+    It is summed before all else of the step, and its copy to the host is queued there: a GPU has made it when it begins
+    with the step, for which the host waits anyway (it reads the numbers of the step before). Read with the step's own
+    numbers it would come a step later, since those are read while the next one runs.
+    """
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, summed: torch.Tensor) -> None:
+        """Right behind the sum, before the device is given anything else."""
+        self._copied = None
+        self._sum = summed
+        if summed.device.type == "cuda":
+            self._sum = torch.empty_like(summed, device="cpu", pin_memory=True).copy_(summed, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> int:
+        """0 where no step was taken since the last time."""
+        if self._sum is None:
+            return 0
+        if self._copied is not None:
+            self._copied.synchronize()
+        found = int(self._sum)
+        self._sum = None
+        return found
 
 
 def changes_in_updates_alone(piece: SavedPiece) -> bool:
@@ -275,6 +299,8 @@ class Run:
     step: int = 0
     tokens: int = 0
     last_saved: int = -1
+    last_path: Path | None = None
+    """Of the checkpoint that the run goes on from."""
     evaluation: Evaluation = field(init=False)
     pace: Pace = field(init=False)
     place: np.ndarray | None = None
@@ -289,8 +315,12 @@ class Run:
     losses: dict[int, float] = field(default_factory=dict)
     """Rank 0: by step, of the evaluations that say which checkpoints are best."""
     schedule: BatchSchedule = field(init=False)
+    saving_word: SavingWord = field(default_factory=SavingWord)
+    lag: int = field(init=False)
+    """Steps by which the host reads a step's numbers late: one on a GPU, which so never waits for the host."""
 
     def __post_init__(self) -> None:
+        self.lag = 1 if self.built.device.type == "cuda" else 0
         self.evaluation = Evaluation(self.built)
         self.pace = Pace(self.built.mesh, self.comm, self.built.device)
         self.scaler = build_scaler(self.built.spec.precision, device=self.built.device)
@@ -303,7 +333,8 @@ class Run:
             spec.checkpoint, self.tries, self.comm, device=self.built.device, on_wait=self._wait_for_writer
         )
         if spec.checkpoint.copy_to is not None and self.comm.rank == 0:
-            self.copier = Copier(spec.checkpoint.copy_to, self.run_dir)
+            tidying = Tidying(self._may_go_there, self._goes_there)
+            self.copier = Copier(spec.checkpoint.copy_to, self.run_dir, tidying=tidying)
 
     def start(self) -> None:
         """Goes on from the newest good checkpoint, or starts with the weights that `init` names, or from the seed.
@@ -313,8 +344,10 @@ class Run:
         spec = self.built.spec
         is_fork = began_as_fork(spec)
         way_out = fork_again(spec) if is_fork else START_ANEW
-        self._tell(on_first(self.comm, self._fetch_from_elsewhere))
-        reader = self.store.newest_good(self.comm, inspect=self._objections, way_out=way_out)
+        place = self._fetch_from_elsewhere()
+        reader = self._newest_elsewhere(place, inspect=self._objections, repair=True)
+        if reader is None:
+            reader = self.store.newest_good(self.comm, inspect=self._objections, way_out=way_out)
         if reader is None and is_fork:
             raise CheckpointError(f"{self.store.folder}: no checkpoint is left; {way_out}")
         if reader is None:
@@ -330,6 +363,30 @@ class Run:
             self._load(reader)
             self.guard.load_state(self._numbers_of(reader))
             self.last_saved = self.step
+            self.last_path = reader.path
+
+    def _newest_elsewhere(self, place: Path | None, *, inspect: Inspect, repair: bool) -> Reader | None:
+        """The newest good checkpoint of those that the run folder has no room for, where it is newer than all there.
+
+        `place`: their folder; None: there are none. `repair`: see Store.newest_good.
+        """
+        if place is None:
+            return None
+        newest_at_home = on_first(self.comm, lambda: newest_whole(self.store.folder, inspect))
+        is_own = is_own_place(place, self.built.spec.checkpoint.fallback_dir, self.run_dir)
+        store = Store(place.parent, lock=self.store.lock if is_own else None)
+        try:
+            reader = store.newest_good(self.comm, repair=repair and is_own, inspect=inspect)
+        except CheckpointError as error:
+            self._tell([str(error)])
+            return None
+        if reader is None:
+            return None
+        if newest_at_home is not None and reader.step <= newest_at_home:
+            reader.close()
+            return None
+        self._tell([f"the run goes on from step {reader.step} in {place}"])
+        return reader
 
     def _load(self, reader: Reader) -> None:
         """All that a run is from a checkpoint, but for what it knows of its numbers."""
@@ -356,16 +413,29 @@ class Run:
         if fallback_dir is not None:
             refuse_unwritable(fallback_dir, self.run_dir)
 
-    def _fetch_from_elsewhere(self) -> list[str]:
-        """Rank 0: moves home what an earlier start saved in another place. -> what there is to tell of it."""
-        if self.copier is not None:
-            self.copier.check()
+    def _fetch_from_elsewhere(self) -> Path | None:
+        """Moves home what an earlier start saved in another place. -> as `_bring_home`."""
+        on_first(self.comm, self._check_copies)
         return self._bring_home(partial(objections, run=self.built.spec))
 
-    def _bring_home(self, inspect: Inspect) -> list[str]:
-        """Rank 0: moves home what was saved in another place. -> what there is to tell of it."""
-        losses = self._losses_on_disk()
-        return list(adopt(self.run_dir, self.built.spec.checkpoint, inspect, losses=losses).lines)
+    def _check_copies(self) -> None:
+        """Rank 0: WriteError where copies would not arrive."""
+        if self.copier is not None:
+            self.copier.check()
+
+    def _bring_home(self, inspect: Inspect) -> Path | None:
+        """Moves home what was saved in another place, and tells of it. -> the folder in which the newest stays, since
+        the run folder has no room for it; None where that has it."""
+
+        def bring() -> dict[str, Any]:
+            losses = self._losses_on_disk()
+            done = adopt(self.run_dir, self.built.spec.checkpoint, inspect, losses=losses)
+            place = None if done.place is None else str(done.place)
+            return {"lines": [*done.lines, *done.left], "place": place}
+
+        done = on_first(self.comm, bring)
+        self._tell(done["lines"])
+        return None if done["place"] is None else Path(done["place"])
 
     def _losses_on_disk(self) -> dict[int, float]:
         """Rank 0: by step, of the evaluations that say which checkpoints are best; none where nothing asks for it."""
@@ -462,7 +532,6 @@ class Run:
                 clock.restart()
             for read in read_batches(loader):
                 stop = False
-                saving = 0
                 if self.guard.leaves_out(self.step + 1):
                     stop = self._report_all(pending, clock)
                     self._leave_out(read.batch)
@@ -477,15 +546,12 @@ class Run:
                     # the mark after the numbers: their copy is a part of what it waits for
                     pending.append(PendingStep(self.step, read, result, numbers, phases, clock.mark()))
                     at_rest = self._wants_rest() or profiler.borders(self.step)
-                # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
-                lag = 1 if self.built.device.type == "cuda" and not at_rest else 0
+                lag = 0 if at_rest else self.lag
                 while len(pending) > lag:
-                    told = self._report(pending.pop(0), clock)
-                    stop = told.stop > 0 or stop
-                    saving = max(saving, told.saving)
+                    stop = self._report(pending.pop(0), clock) or stop
                 if self.copier is not None:
                     self.copier.poll()
-                if saving >= self.comm.size:
+                if self.saving_word.read() >= self.comm.size:
                     self._saved(self.saver.settle())
                 if stop:
                     # what is saved has been looked at: a step that is not finite raises here
@@ -529,7 +595,7 @@ class Run:
         """Reports what was not yet. -> whether some rank asked to stop."""
         stop = False
         while pending:
-            stop = self._report(pending.pop(0), clock).stop > 0 or stop
+            stop = self._report(pending.pop(0), clock) or stop
         return stop
 
     def _roll_back(self, back: RollBack) -> None:
@@ -540,9 +606,11 @@ class Run:
         if self.built.device.type == "cuda":
             # steps that were begun behind the bad one still write
             torch.cuda.synchronize(self.built.device)
-        self._tell(on_first(self.comm, lambda: self._bring_home_before(window)))
+        before = only_before(window, self._objections)
+        place = self._bring_home_before(window)
         saved_before = on_first(self.comm, self.store.steps)
-        with open_before(self.store, self.comm, back, inspect=self._objections) as reader:
+        elsewhere = self._newest_elsewhere(place, inspect=before, repair=False)
+        with open_before(self.store, self.comm, back, elsewhere, inspect=before) as reader:
             self._load(reader)
             self.guard.roll_back(window, to=self._numbers_of(reader))
         on_first(self.comm, lambda: self._leave_behind(self.step, saved_before))
@@ -566,13 +634,14 @@ class Run:
         self.last_saved = -1
         self._save()
 
-    def _bring_home_before(self, window: Window) -> list[str]:
-        """Rank 0: moves home what was saved in another place before a window. -> what there is to tell of it."""
+    def _bring_home_before(self, window: Window) -> Path | None:
+        """Moves home what was saved in another place before a window. -> as `_bring_home`."""
         try:
             return self._bring_home(only_before(window, partial(objections, run=self.built.spec)))
         except WriteError as error:
-            # there is no room for it: the run goes back as far as its own folder says
-            return [str(error)]
+            # of a place that is this run's no more: it goes back as far as its own folder says
+            self._tell([str(error)])
+            return None
 
     def _leave_behind(self, step: int, saved_before: Sequence[int]) -> None:
         """Rank 0: the run went back to a step; no start, and nobody who fetches a copy, is to go on from a later one.
@@ -599,6 +668,7 @@ class Run:
             limits=self.guard.limits(self.step + 1),
             checks=self.checks,
             saving=self.saver.word(),
+            on_saving=self.saving_word.take,
             before_update=self.saver.before_update,
             on_phase=on_phase,
         )
@@ -616,13 +686,13 @@ class Run:
         spec = self.built.spec
         return self._evaluation_due() or self._due(spec.checkpoint.every) or self.step == spec.train.steps
 
-    def _report(self, pending: PendingStep, clock: StepClock) -> Told:
-        """Reads a step's numbers, checks and emits them."""
+    def _report(self, pending: PendingStep, clock: StepClock) -> bool:
+        """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
         spec = self.built.spec
         step = pending.step
         # this waits for the device, so the numbers are read after it
         seconds = clock.lap(pending.mark)
-        loss, norm, tokens, skipped, loss_scale, stop, saving, broken_losses, *others = pending.numbers.tolist()
+        loss, norm, tokens, skipped, loss_scale, stop, broken_losses, *others = pending.numbers.tolist()
         changed, recomputed, differing, saturated, *of_routers = others
         self.tokens += int(tokens)
         if self.checks is not None:
@@ -664,7 +734,7 @@ class Run:
         if routers is not None:
             self.emit(routers)
         self.emit(event)
-        return Told(int(stop), int(saving))
+        return stop > 0
 
     def _look_at_checks(self, step: int, changed: float, recomputed: float, differing: float) -> None:
         """Raises HardwareError where something was found in a step. Numbers are the same on all ranks."""
@@ -819,11 +889,46 @@ class Run:
 
     def _begin_saving(self) -> None:
         """Takes what saves will need."""
+        if self.copier is not None:
+            # by which it is known what of an earlier start's copies goes
+            self.losses = self._losses_on_disk()
         if self.copier is not None and self.last_saved > 0:
             # the start before may have ended before it was copied
-            self.copier.copy(self.store.folder / step_name(self.last_saved), self.last_saved)
+            assert self.last_path is not None, "a step that was saved nowhere"
+            self.copier.copy(self.last_path, self.last_saved)
         if self.built.spec.checkpoint.saving == "async":
             self.saver.prepare(self._pieces())
+
+    def _may_go_there(self, there: Found, newest: int) -> list[int]:
+        """Rank 0: of the copies in a store, those that are not here and that the recipe does not keep, older than the
+        one that was copied last; and newer ones that may have learned from data that is left out since. None that is
+        newer goes for another reason: who fetches it has what is lost here."""
+        checkpoint = self.built.spec.checkpoint
+        here = set(self.store.steps())
+        if self.tries.fallback is not None:
+            here.update(self.tries.fallback.steps())
+        stay = here | kept({*there.whole, *here}, checkpoint, self.losses)
+        may_go = [step for step in there.whole if step < newest and step not in stay]
+        may_go += [step for step in there.partial if step < newest and step not in here]
+        if self.guard.windows:
+            may_go += [step for step in there.whole if step > newest and step not in here]
+        return may_go
+
+    def _goes_there(self, copy: Identity, newest: int) -> bool:
+        """Rank 0: whether a copy that may go does: it is this run's, and, where it is newer than what was copied last,
+        has learned from data that is left out now."""
+        spec = self.built.spec
+        is_start_of_fork = isinstance(spec.forked_from, ForkPoint) and spec.forked_from.manifest == copy.digest
+        is_own = run_identity(copy.spec) == run_identity(spec.model_dump(mode="json"))
+        if not is_own and not is_start_of_fork:
+            return False
+        if copy.step < newest:
+            return True
+        left_out_there = copy.state.get(NUMBERS, {}).get("windows", [])
+        return any(
+            copy.step >= window.first and [window.first, window.last] not in left_out_there
+            for window in self.guard.windows
+        )
 
     def _finish_saving(self) -> None:
         """Waits until what is being saved is published, and what was deleted is gone."""

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm, on_first
-from megaspec.checkpoint.examine import Inspect, newest_whole, no_objections
-from megaspec.checkpoint.folders import CHECKPOINTS
+from megaspec.checkpoint.fallback import newest_anywhere
 from megaspec.checkpoint.format import FORMAT_VERSION
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
@@ -196,9 +195,9 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None, why: str = "")
         record: Callable[[int], object] = ignore_code
         if lock_token is None:
             # no launcher of ours reads the exit codes of these ranks
-            inspect = partial(objections, run=spec)
-            token = on_first(comm, lambda: begin(run_dir, lock, inspect))
-            record = stack.enter_context(Ending(RunLock.held(run_dir, token), me.rank, inspect)).record
+            newest = partial(newest_step, run_dir, spec)
+            token = on_first(comm, lambda: begin(run_dir, lock, newest))
+            record = stack.enter_context(Ending(RunLock.held(run_dir, token), me.rank, newest)).record
         timeout = collective_timeout(me, device)
         position = Position(device)
         stack.enter_context(explained(spec, run_dir, position, me))
@@ -270,24 +269,33 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def begin(run_dir: Path, lock: RunLock | None, inspect: Inspect) -> int:
+def newest_step(run_dir: Path, spec: Spec) -> int:
+    """The step of the run's newest checkpoint that is whole and its own, wherever it was saved; 0: there is none."""
+    return newest_anywhere(run_dir, spec.checkpoint.fallback_dir, partial(objections, run=spec)) or 0
+
+
+def no_step() -> int:
+    """Nothing was saved."""
+    return 0
+
+
+def begin(run_dir: Path, lock: RunLock | None, newest: Callable[[], int]) -> int:
     """Rank 0: says in the run folder that a start is under way. -> the lock's token, by which all ranks know it."""
     assert lock is not None, "rank 0 without the run's lock"
-    exit_file.begin(run_dir, step=newest_whole(run_dir / CHECKPOINTS, inspect) or 0)
+    exit_file.begin(run_dir, step=newest())
     return lock.token
 
 
 class Ending:
     """While entered: how this rank ends goes into the run folder, for who does not see its exit code.
 
-    Nothing is written once the `lock` went to another job. `inspect`: what the run has against a checkpoint; one that
-    is not its own is no step that was saved.
+    Nothing is written once the `lock` went to another job. `newest`: the newest step that is saved.
     """
 
-    def __init__(self, lock: RunLock, rank: int, inspect: Inspect = no_objections):
+    def __init__(self, lock: RunLock, rank: int, newest: Callable[[], int] = no_step):
         self._lock = lock
         self._rank = rank
-        self._inspect = inspect
+        self._newest = newest
         self._killed_before = memory_kills()
 
     def __enter__(self) -> "Ending":
@@ -310,8 +318,7 @@ class Ending:
         now = memory_kills()
         if code == HangError.exit_code and now is not None and now != self._killed_before:
             code = MemoryRunOut.exit_code  # the rank that is missed was killed for it
-        run_dir = self._lock.run_dir
-        exit_file.end(run_dir, code, step=newest_whole(run_dir / CHECKPOINTS, self._inspect) or 0)
+        exit_file.end(self._lock.run_dir, code, step=self._newest())
 
 
 @contextmanager

@@ -36,14 +36,21 @@ def only_before(window: Window, inspect: Inspect) -> Inspect:
     return is_before
 
 
-def open_before(store: Store, comm: Comm, back: RollBack, *, inspect: Inspect) -> Reader:
-    """The newest good checkpoint before a window, opened. What was written behind goes into quarantine: it has learned
-    from data that is left out. Raises NonFiniteError where there is none."""
+def open_before(store: Store, comm: Comm, back: RollBack, elsewhere: Reader | None, *, inspect: Inspect) -> Reader:
+    """The newest good checkpoint before a window, opened: `elsewhere`, which is newer than all in the run folder where
+    there is one. `inspect`: see `only_before`. What was written behind goes into quarantine: it has learned from data
+    that is left out. Raises NonFiniteError where there is none."""
     window = back.verdict.window
     try:
-        reader = store.newest_good(comm, inspect=only_before(window, inspect))
+        reader = store.newest_good(comm, inspect=inspect)
     except CheckpointError as error:
+        if elsewhere is not None:
+            return elsewhere
         raise nothing_before(back, window, error.problems) from error
+    if elsewhere is not None:
+        if reader is not None:
+            reader.close()
+        return elsewhere
     if reader is None:
         raise nothing_before(back, window, [])
     return reader

@@ -33,6 +33,10 @@ def nothing_to_do() -> None:
     """For who has nothing to do before the update."""
 
 
+def ignore_sum(summed: Tensor) -> None:
+    """For who saves nothing beside the step."""
+
+
 @dataclass(frozen=True)
 class Found:
     """Ranks whose checks found something in a step, over all ranks: scalars of float64 on the device."""
@@ -82,8 +86,8 @@ class StepResult:
     """What checks found."""
     loss_scale: Tensor
     """The factor on the loss in this step."""
-    of_ranks: Tensor
-    """[2]: ranks that want the run to stop after this step; the sum of what they say of the save under way."""
+    asked_to_stop: Tensor
+    """Ranks that want the run to stop after this step."""
     saturated: Tensor | None
     """int64 [1]: elements that were too large for fp8 by the scales of this step, over all ranks; what several ranks
     have is counted by each. None: none can be, since scales are those of the elements themselves."""
@@ -209,6 +213,7 @@ def train_step(
     limits: Limits = NO_LIMITS,
     checks: StepChecks | None = None,
     saving: int = 0,
+    on_saving: Callable[[Tensor], object] = ignore_sum,
     before_update: Callable[[], object] = nothing_to_do,
     on_gradients: Callable[[], None] | None = None,
     on_phase: Callable[[str], object] = ignore_phase,
@@ -218,10 +223,13 @@ def train_step(
     The update is not applied where loss or gradient norm are not finite or exceed `limits`, or where `checks` find
     something; all ranks agree, since what each of them found is summed with the norm.
     `on_gradients` is called when the gradients are summed, before the update, which may divide them in place.
-    `saving` is summed over the ranks, as `stop` is. `before_update` is called right before the optimizer changes
-    anything. `on_phase` is called with each of PHASES when the device was given all of its work.
+    `saving` is summed over the ranks, as `stop` is, before all else: `on_saving` gets the sum while the device was
+    given nothing more, so that it may be read while the step runs. `before_update` is called right before the optimizer
+    changes anything. `on_phase` is called with each of PHASES when the device was given all of its work.
     """
     tokens, of_ranks = count_tokens(built, batches, stop=stop, saving=saving)
+    asked_to_stop, summed_saving = of_ranks.unbind()
+    on_saving(summed_saving)
     loss_scale = scaler.scale.clone()
     compute = partial(forward_backward, built, batches, tokens=tokens, loss_scale=loss_scale)
     if checks is not None:
@@ -272,7 +280,7 @@ def train_step(
         broken_losses=broken_losses,
         found=Found(changed, recomputed, differing),
         loss_scale=loss_scale,
-        of_ranks=of_ranks,
+        asked_to_stop=asked_to_stop,
         saturated=saturated,
         routers=routers,
     )

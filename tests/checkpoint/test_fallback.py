@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from megaspec.checkpoint import fallback
-from megaspec.checkpoint.fallback import adopt, fallback_folder, put_aside_from, refuse_unwritable
+from megaspec.checkpoint.examine import no_objections
+from megaspec.checkpoint.fallback import (
+    adopt,
+    candidates_anywhere,
+    fallback_folder,
+    newest_anywhere,
+    put_aside_from,
+    refuse_unwritable,
+)
 from megaspec.checkpoint.spec import CheckpointSpec
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import WriteError
@@ -65,19 +73,58 @@ def test_the_newest_is_damaged_and_the_one_before_it_is_not_thrown_away(tmp_path
     assert there.steps() == [3]
 
 
-def test_an_older_one_without_room_stays_and_the_newest_is_an_error(tmp_path, monkeypatch) -> None:
+def test_what_has_no_room_stays_and_the_newest_of_it_is_named(tmp_path, monkeypatch) -> None:
     run, there = apart(tmp_path, home=(1,), elsewhere=(2, 3))
     free = [1 << 30, 10]
     monkeypatch.setattr(fallback, "free_bytes", lambda path: free.pop(0))
     adopted = adopt(run, asked(tmp_path))
     assert adopted.step == 3
-    assert adopted.lines[1].startswith(f"step 2 stays in {there.folder}: ")
+    # the run folder has the newest
+    older = there.folder / "step-00000002"
+    assert adopted.place is None
+    assert [line.partition(" belongs ")[0] for line in adopted.left] == [f"step 2 stays where it was saved: {older}"]
     assert there.steps() == [2]
     save(there, 4)
     monkeypatch.setattr(fallback, "free_bytes", lambda path: 10)
-    with pytest.raises(WriteError, match=r"step-00000004 belongs into .* which has no room for it"):
-        adopt(run, asked(tmp_path))
+    adopted = adopt(run, asked(tmp_path))
+    assert (adopted.step, adopted.place) == (None, there.folder)
+    assert "step-00000004 belongs into" in adopted.left[0]
+    assert "has no room for it: need" in adopted.left[0]
     assert there.steps() == [2, 4]
+    assert newest_anywhere(run, str(tmp_path / "other"), no_objections) == 4
+    assert [found.step for found in candidates_anywhere(run, str(tmp_path / "other"))] == [4, 3, 2, 1]
+
+
+def test_without_another_place_for_what_follows_a_full_run_folder_is_an_error(tmp_path, monkeypatch) -> None:
+    """The step would have to be trained to its end before the next save says so."""
+    run, there = apart(tmp_path, home=(1,), elsewhere=(2,))
+    fallback.note(run, there.folder / "step-00000002")
+    monkeypatch.setattr(fallback, "free_bytes", lambda path: 10)
+    with pytest.raises(WriteError, match=r"step-00000002 belongs into .* which has no room for it"):
+        adopt(run, CheckpointSpec())
+    assert there.steps() == [2]
+
+
+def test_bytes_are_not_read_of_what_has_no_room(tmp_path, monkeypatch) -> None:
+    run, _ = apart(tmp_path, home=(1,), elsewhere=(2,))
+    depths = []
+    real = fallback.examine
+
+    def examine(*words, deep, **keywords):
+        depths.append(deep)
+        return real(*words, deep=deep, **keywords)
+
+    monkeypatch.setattr(fallback, "examine", examine)
+    monkeypatch.setattr(fallback, "free_bytes", lambda path: 10)
+    assert adopt(run, asked(tmp_path)).place is not None
+    assert depths == [False]
+
+
+def test_a_place_that_cannot_be_looked_into_says_nothing_of_the_newest(tmp_path) -> None:
+    run, there = apart(tmp_path, home=(1,), elsewhere=())
+    there.folder.parent.mkdir(parents=True)
+    there.folder.write_text("")
+    assert newest_anywhere(run, str(tmp_path / "other"), no_objections) == 1
 
 
 def test_a_run_that_was_copied_takes_nothing_from_the_other(tmp_path) -> None:

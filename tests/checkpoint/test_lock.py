@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from megaspec.checkpoint import lock as lock_module
+from megaspec.checkpoint.files import free_bytes
 from megaspec.checkpoint.lock import RunLock, decode_holder, process_start
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
 from megaspec.core.errors import MegaspecError, RunLockedError, WriteError
 from tests.checkpoint.checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, counters_read, save
+from tests.small_disks import empty, fill, small_disk
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +115,8 @@ def test_a_released_lock_is_free_and_tokens_only_grow(tmp_path) -> None:
             refused(tmp_path)
         assert lock.token == 0
         lock.release()
-    assert sorted(p.name for p in (tmp_path / "lock").iterdir()) == ["00000003.beat", "00000003.released", "flock"]
+    left = sorted(path.name for path in (tmp_path / "lock").iterdir())
+    assert left == ["00000003.beat", "00000003.released", "flock", "spare"]
 
 
 def test_a_rank_asks_after_the_lock_that_its_launcher_holds(tmp_path) -> None:
@@ -244,6 +247,107 @@ def test_a_damaged_record_counts_as_a_holder_that_cannot_be_asked(tmp_path, reco
     die(lock)
     with RunLock(tmp_path, stale_seconds=0.2) as next_one:
         assert next_one.token == 2
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "400k") as place:
+        yield place
+
+
+def test_a_full_disk_keeps_nobody_from_the_lock(disk) -> None:
+    """However often: each holder keeps the room of the one before it, whether that let go or was killed."""
+    run = disk / "run"
+    RunLock(run).acquire().release()
+    fill(disk)
+    for token in range(2, 6):
+        lock = RunLock(run).acquire()
+        assert lock.token == token
+        refused(run)
+        assert (run / "lock" / f"{token:08d}.beat").stat().st_size > 0
+        if token % 2:
+            lock.release()
+        else:
+            dead = lock._record.replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 0')
+            die(lock)
+            (run / "lock" / f"{token:08d}.json").write_bytes(dead)
+    assert free_bytes(disk) == 0
+    assert [path for path in (run / "lock").iterdir() if path.name.startswith(".claim")] == []
+
+
+def test_of_many_on_a_full_disk_one_wins(disk) -> None:
+    run = disk / "run"
+    RunLock(run).acquire().release()
+    fill(disk)
+    start, won, lost = threading.Barrier(8), [], []
+
+    def contend() -> None:
+        start.wait()
+        try:
+            won.append(RunLock(run).acquire())
+        except RunLockedError as error:
+            lost.append(str(error))
+
+    threads = [threading.Thread(target=contend) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert len(lost) == 7
+    won[0].release()
+    with RunLock(run) as after:
+        assert after.token == 3
+
+
+def test_a_lock_that_has_no_room_leaves_nothing(disk) -> None:
+    """A folder of an earlier version, which kept no spare: not even half a lock keeps the next start away."""
+    run = disk / "run"
+    RunLock(run).acquire().release()
+    (run / "lock" / "spare").unlink()
+    for room in (0, 4096):
+        fill(disk, but=room)
+        # of 4,096 bytes the record takes all, and the counter is the one before's
+        if room:
+            RunLock(run).acquire().release()
+            continue
+        lock = RunLock(run)
+        with pytest.raises(WriteError, match="No space left on device; make room there"):
+            lock.acquire()
+        assert lock.token == 0
+        assert sorted(path.name for path in (run / "lock").iterdir()) == ["00000001.beat", "00000001.released", "flock"]
+
+
+def test_a_counter_that_has_no_room_gives_the_lock_back(disk) -> None:
+    run = disk / "run"
+    RunLock(run).acquire().release()
+    (run / "lock" / "00000001.beat").unlink()
+    fill(disk)
+    with pytest.raises(WriteError, match="No space left on device"):
+        RunLock(run).acquire()
+    # a record of this process, which lives, would keep the next start away
+    empty(disk)
+    with RunLock(run) as lock:
+        assert lock.token == 3
+
+
+def test_a_folder_that_was_copied_by_hard_links_shares_no_lock(disk) -> None:
+    first, copy = disk / "run", disk / "copy"
+    for _ in range(2):
+        RunLock(first).acquire().release()
+    subprocess.run(["cp", "-al", str(first), str(copy)], check=True)
+    with RunLock(first) as mine:
+        fill(disk)
+        with pytest.raises(WriteError, match="No space left on device"):
+            RunLock(copy).acquire()
+        mine.check()
+        empty(disk)
+        with RunLock(copy) as theirs:
+            inodes = [path.stat().st_ino for path in (first / "lock").iterdir() if path.name != "flock"]
+            for path in (copy / "lock").iterdir():
+                assert path.name == "flock" or path.stat().st_ino not in inodes
+            mine.check()
+            theirs.check()
 
 
 def test_when_the_lock_folder_was_removed_the_old_holder_stops(tmp_path) -> None:

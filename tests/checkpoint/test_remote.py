@@ -12,6 +12,7 @@ from megaspec.checkpoint import remote as remote_module
 from megaspec.checkpoint.copier import Copier
 from megaspec.checkpoint.remote import Remote
 from megaspec.checkpoint.store import Store
+from megaspec.core import faults
 from megaspec.core.errors import CheckpointError, UsageError, WriteError
 from tests.checkpoint.checkpoint_cases import CHUNK, SOLO, assert_holds, save
 from tests.checkpoint.s3 import SECRET, StandIn, environment, server
@@ -73,11 +74,65 @@ def test_there_and_back(store, tmp_path) -> None:
     assert remote.upload(path, 1, run_dir=tmp_path / "run") == 0
     assert len(store.requests) - n_requests <= 2
     assert remote.steps() == [1]
+    assert remote.identity(1).spec == {"name": "case"}
+    assert remote.identity(2) is None
     assert_copied(store, tmp_path)
     assert (tmp_path / "back" / "spec.json").read_text() == "{}"
     remote.remove(1)
     assert remote.steps() == []
     assert not any("step-00000001" in name for name in remote.fs.find(remote.root))
+
+
+def test_a_half_in_a_store_says_whose_it_is(store, tmp_path) -> None:
+    remote = remote_of(store)
+    path = saved(tmp_path / "run")
+    for point, act in (
+        ("mid_remote_copy", lambda: remote.upload(path, 1, run_dir=tmp_path / "run")),
+        ("mid_remote_delete", lambda: remote.remove(1)),
+    ):
+        faults.arm(point, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            act()
+        faults.disarm()
+        assert (remote.found().whole, remote.found().partial) == ([], [1])
+        assert remote.identity(1).spec == {"name": "case"}
+        # begun anew, and made whole
+        remote.upload(path, 1, run_dir=tmp_path / "run")
+        assert (remote.found().whole, remote.found().partial) == ([1], [])
+    remote.remove(1)
+    assert remote.fs.find(f"{remote.root}/checkpoints") == []
+
+
+def test_a_file_of_the_run_is_whole_there_whenever_the_copier_is_killed(tmp_path, monkeypatch) -> None:
+    """In a folder, which has no uploads that are put in place at their end."""
+    path = saved(tmp_path / "run")
+    spec = tmp_path / "run" / "spec.json"
+    remote = Remote(f"file://{tmp_path}/copies")
+    spec.write_text('{"before": 1}')
+    remote.upload(path, 1, run_dir=tmp_path / "run")
+    spec.write_text('{"after": 2}')
+    pipe_file = remote.fs.pipe_file
+
+    def half(there: str, data: bytes) -> None:
+        if "spec.json" not in there:
+            pipe_file(there, data)
+            return
+        pipe_file(there, data[: len(data) // 2])
+        raise KeyboardInterrupt
+
+    later = saved(tmp_path / "run", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.fs, "pipe_file", half)
+        with pytest.raises(KeyboardInterrupt):
+            remote.upload(later, 2, run_dir=tmp_path / "run")
+    assert (tmp_path / "copies" / "spec.json").read_text() == '{"before": 1}'
+    remote.upload(later, 2, run_dir=tmp_path / "run")
+    assert (tmp_path / "copies" / "spec.json").read_text() == '{"after": 2}'
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["checkpoints", "spec.json"]
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_files_of_several_parts(store, tmp_path, monkeypatch) -> None:

@@ -4,7 +4,7 @@ import errno
 import os
 import re
 import resource
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from megaspec.checkpoint.store import Store
 from megaspec.core import faults
 from megaspec.core.errors import WriteError
 from tests.checkpoint.checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, no_rank_failed, on_ranks, save
+from tests.small_disks import small_disk
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +27,9 @@ def _no_fault_stays():
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 2 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"may not mount a small file system: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+def disk(tmp_path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "2m") as place:
+        yield place
 
 
 def save_large(store: Store, step: int, comm, megabytes: int = 3) -> Path:
@@ -54,8 +47,8 @@ def assert_kept(store: Store) -> None:
 
 
 @pytest.mark.parametrize("told_beforehand", [True, False])
-def test_full_disk(small_disk, monkeypatch, told_beforehand) -> None:
-    store = Store(small_disk)
+def test_full_disk(disk, monkeypatch, told_beforehand) -> None:
+    store = Store(disk)
     no_rank_failed(on_ranks(2, lambda c: save(store, 1, c)))
     if not told_beforehand:
         monkeypatch.setattr(publish, "free_bytes", lambda path: 1 << 60)
@@ -75,14 +68,14 @@ def test_full_disk(small_disk, monkeypatch, told_beforehand) -> None:
         assert_holds(reader, 2)
 
 
-def test_a_full_disk_does_not_keep_a_bad_checkpoint_from_being_put_aside(small_disk) -> None:
-    store = Store(small_disk)
+def test_a_full_disk_does_not_keep_a_bad_checkpoint_from_being_put_aside(disk) -> None:
+    store = Store(disk)
     save(store, 1)
     save(store, 2)
     (store.folder / "step-00000002" / "manifest.json").write_bytes(b"")
     with pytest.raises(OSError, match="No space"):
-        (small_disk / "filler").write_bytes(bytes(4 << 20))
-    assert files.free_bytes(small_disk) == 0
+        (disk / "filler").write_bytes(bytes(4 << 20))
+    assert files.free_bytes(disk) == 0
     with store.newest_good(SOLO) as reader:
         assert_holds(reader, 1)
     assert store.steps() == [1]

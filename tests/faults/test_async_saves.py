@@ -12,6 +12,7 @@ import pytest
 
 from megaspec import cli
 from megaspec.checkpoint.remote import Remote
+from megaspec.checkpoint.store import Store
 from megaspec.log.jsonl import read_metrics
 from megaspec_launchers.local import PRELOADED
 from megaspec_launchers.rank_factory import RankFactory
@@ -166,6 +167,29 @@ def test_copies_follow_the_run_folder(tmp_path, factory, undisturbed, capfd):
     assert go(run, factory, **LONG) == 0, capfd.readouterr().err
     assert_same_end(run, undisturbed[2])
     assert Remote(copies).steps()[-1] == 24
+
+
+@pytest.mark.parametrize("saving", ["blocking", "async"])
+@pytest.mark.parametrize("point", ["before_remote_delete", "mid_remote_delete"])
+def test_what_was_to_be_deleted_there_when_it_was_killed_is_deleted_by_the_next_start(
+    tmp_path, factory, capfd, saving, point
+):
+    """Whoever deletes is killed each time, and then the rank: nothing is left that knew what was to go."""
+    copies = Remote(f"file://{tmp_path}/copies")
+    run = make_run(tmp_path / "run", recipe(save_every=3, keep=1, copy_to=copies.url, saving=saving))
+    fault = {"rank": 0, "kind": "every writer at", "point": point}
+    assert go(run, factory, fault=fault, **LONG) == 0
+    found = copies.found()
+    # what was being copied when it was to be deleted stays here, and there
+    here = Store(run).steps()
+    forgotten = {*found.whole, *found.partial} - {*here}
+    assert forgotten, "nothing was to be deleted"
+    assert "was not deleted there: the process that writes checkpoints was killed by SIGKILL" in capfd.readouterr().err
+    assert go(run, factory, **LONG) == 0
+    assert f"what an earlier start had to leave there is deleted: step {min(forgotten)}" in capfd.readouterr().err
+    left = copies.found()
+    assert {*left.whole, *left.partial} <= {*here}
+    assert left.whole[-1] == 24
 
 
 def assert_same_end(run, undisturbed):

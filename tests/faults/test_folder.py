@@ -4,16 +4,24 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from megaspec.checkpoint.files import free_bytes
+from megaspec.checkpoint.lock import RunLock
 from megaspec.cli import main
+from megaspec.recipe import Recipe
+from megaspec.run_folder import newest_step
 from tests.checkpoint.checkpoint_cases import counters_read
 from tests.faults.entry import NEW_HOLDER
 from tests.faults.runs import STEPS, assert_same, go, make_run, newest, recipe
+from tests.faults.supervised import plan_faults, supervised, wait_until
 from tests.faults.test_stop import ROOT, wait_for_step
+from tests.faults.test_supervise import FAST
+from tests.small_disks import empty, fill, small_disk
 
 
 def test_a_second_job_is_refused_at_once_and_told_who_has_the_folder(tmp_path, capsys):
@@ -103,34 +111,80 @@ def test_checkpoints_of_another_run_are_passed_over(tmp_path, factory, undisturb
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 400 kB; the test is skipped where none may be mounted."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("may not mount a tmpfs here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk", "400k") as place:
+        yield place
 
 
-def leave_room(filler, size):
-    """Takes all the space of a file system but `size` bytes: enough for locks and logs, too little for a checkpoint."""
-    free = os.statvfs(filler.parent)
-    filler.write_bytes(b"\0" * (free.f_bavail * free.f_frsize - size))
-
-
-def test_a_disk_that_fills_up(small_disk, factory, undisturbed, capfd):
-    run = make_run(small_disk / "run", recipe())
-    filler = small_disk / "filler"
+def test_a_disk_that_fills_up(disk, factory, undisturbed, capfd):
+    run = make_run(disk / "run", recipe())
     assert go(run, factory, fault={"rank": 1, "kind": "point", "point": "step", "count": 5}) == 74
     good, tensors, _ = newest(run)
-    leave_room(filler, 24_000)
+    # enough for logs, too little for a checkpoint
+    fill(disk, but=24_000)
     assert go(run, factory) == 73
     said = capfd.readouterr().err
     assert str(run / "checkpoints") in said
     assert re.search(r"need [0-9,]{6,} bytes, [0-9,]+ bytes are free", said), said
     assert newest(run)[:2] == (good, tensors)
-    filler.unlink()
+    empty(disk)
     assert go(run, factory) == 0
     assert_same(run, undisturbed[2])
+
+
+def test_a_full_run_folder_ends_no_attempt_while_there_is_another_place(disk, tmp_path, factory, undisturbed, capfd):
+    """Not one byte is left. Ranks are killed, then the launcher: what was saved elsewhere is gone on from, once and
+    again, and comes home when there is room."""
+    other = tmp_path / "other"
+    fields = json.loads(recipe(fallback_dir=str(other)).model_dump_json())
+    fields["launcher"] |= {"timeout_seconds": 20.0, "restarts": FAST | {"without_progress": 1}}
+    run = make_run(disk / "run", Recipe.model_validate_json(json.dumps(fields)))
+    plan_faults(run, {1: {"rank": 1, "kind": "kill", "count": 8}, 2: {"rank": 0, "kind": "launcher", "count": 7}})
+    # while there is room
+    with supervised(run) as supervisor:
+        wait_until(lambda: (run / "checkpoints" / "step-00000003").exists())
+        supervisor.send_signal(signal.SIGTERM)
+        supervisor.communicate()
+    at_home = newest_step(run)
+    assert at_home < STEPS
+    fill(disk)
+    with supervised(run) as supervisor:
+        _, said = supervisor.communicate(timeout=120)
+    assert supervisor.returncode == 0, said
+    assert free_bytes(disk) == 0
+    # each attempt saved a new step, which is progress wherever it lies: none was given up
+    went_on = [int(step) for step in re.findall(r"the run goes on from step (\d+) in", said)]
+    assert len(went_on) == 2, said
+    assert at_home < went_on[0] < went_on[1] < STEPS
+    assert f"step {went_on[0]} stays where it was saved: {other}" in said
+    assert "which has no room for it: need" in said
+    # what there was no room for is told, file by file
+    for name in ("target.json", "exit_code.json", "metrics.jsonl"):
+        assert re.search(rf"{name}.*No space left on device", said), name
+    assert re.search(r"metrics.jsonl: .*: \d+ lines are lost", said), said
+    (first_missed,) = re.findall(rf"metrics.jsonl tells nothing of steps (\d+) to {went_on[0]}:", said)
+    assert int(first_missed) > at_home
+    assert newest_step(run) == STEPS
+    # who looks is told where it is
+    assert main(["checkpoint", "list", str(run)]) == 0
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.split()[:1] == [str(STEPS)]]
+    assert f"whole, in {other}" in line
+    empty(disk)
+    assert main(["resume", str(run)]) == 0
+    said = capfd.readouterr().err
+    assert f"step {STEPS} was saved in {other}" in said
+    assert newest(run)[:2] == (undisturbed[2].step, undisturbed[2].tensors)
+    assert json.loads((run / "exit_code.json").read_text())["code"] == 0
+    assert list(other.iterdir()) == []
+
+
+def test_a_full_run_folder_takes_no_change(disk, tmp_path, factory, capfd):
+    """What is asked for anew can't be kept: told, and nothing is begun."""
+    run = make_run(disk / "run", recipe(fallback_dir=str(tmp_path / "other")))
+    with RunLock(run):
+        pass
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    fill(disk)
+    assert main(["resume", str(run), "train.steps=30"]) == 73
+    assert "recipe.json: can't be written: No space left on device" in capfd.readouterr().err
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before

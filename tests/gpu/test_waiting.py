@@ -65,7 +65,7 @@ def test_numbers_of_a_step_are_read_while_the_next_one_runs(tmp_path, monkeypatc
     """Each step keeps the GPU busy for a quarter of a second; reports come while it still is."""
     run = loop.Run(built_on_gpu({}), tmp_path, Store(tmp_path), SoloComm())
     run.start()
-    ends, was_busy = {}, {}
+    ends, was_busy, was_busy_at_word = {}, {}, {}
     step = loop.train_step
 
     def slow_step(*arguments, **more):
@@ -79,8 +79,18 @@ def test_numbers_of_a_step_are_read_while_the_next_one_runs(tmp_path, monkeypatc
         if isinstance(event, loop.StepDone):
             was_busy[event.step] = not ends[run.step].query()
 
+    read = run.saving_word.read
+
+    def read_and_note():
+        found = read()
+        was_busy_at_word[run.step] = not ends[run.step].query()
+        return found
+
     monkeypatch.setattr(loop, "train_step", slow_step)
+    monkeypatch.setattr(run.saving_word, "read", read_and_note)
     run.emit = note
     run.train()
     # the last step is waited for: there is none after it
     assert was_busy == {n: n < 6 for n in range(1, 7)}
+    # what ranks say of a save is known while the very step that it was said in still runs
+    assert was_busy_at_word == was_busy

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megaspec.log import jsonl
 from megaspec.log.events import CheckpointSaved, EvalDone, RunEnded, RunStarted, Sampled
 from megaspec.log.jsonl import JsonlSink, ended_at, losses_by_step, read_metrics
 from tests.log.events_for_tests import rolled_back, step_done
@@ -237,3 +238,48 @@ def test_losses_of_evaluations_that_are_not_finite_are_known_too(tmp_path):
         assert (found[2], found[6]) == (1.5, math.inf)
         assert math.isnan(found[4])
     assert losses_by_step(path, "other") == {}
+
+
+def test_lines_that_never_found_room_are_counted_at_the_end(tmp_path, monkeypatch):
+    sink = JsonlSink(tmp_path / "metrics.jsonl", step=0)
+    sink(step_done(1))
+    real = os.write
+
+    def full(fd, data):
+        if fd == sink._fd:
+            raise OSError(28, "No space left on device")
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", full)
+    for step in (2, 3):
+        with pytest.raises(OSError, match="No space"):
+            sink(step_done(step))
+    with pytest.raises(OSError, match=r"No space left on device: 2 lines are lost"):
+        sink.close()
+    assert steps_in(tmp_path / "metrics.jsonl") == [1]
+
+
+def test_more_lines_than_are_kept_are_counted_though_there_is_room_in_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(jsonl, "MOST_WAITING", 2)
+    sink = JsonlSink(tmp_path / "metrics.jsonl", step=0)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    for step in (1, 2, 3):
+        with pytest.raises(OSError, match="No space"):
+            sink(step_done(step))
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(OSError, match="1 line is lost"):
+        sink.close()
+    assert steps_in(tmp_path / "metrics.jsonl") == [2, 3]
+
+
+@pytest.mark.parametrize(("last", "resumed", "told"), [(3, 6, "steps 4 to 6"), (6, 6, ""), (8, 6, ""), (0, 6, "")])
+def test_a_start_tells_which_steps_have_no_line(tmp_path, capfd, last, resumed, told):
+    """Once: the start itself is a line. A fork begins with none."""
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, last + 1))
+    capfd.readouterr()
+    write(path, range(resumed + 1, resumed + 2), resumed=resumed)
+    assert capfd.readouterr().err.count("tells nothing of") == bool(told)
+    write(path, range(resumed + 2, resumed + 3), resumed=resumed + 1)
+    assert "tells nothing" not in capfd.readouterr().err

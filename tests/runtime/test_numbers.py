@@ -2,6 +2,7 @@
 
 import pytest
 
+from megaspec.checkpoint.store import Store
 from megaspec.log.jsonl import read_metrics
 from tests.runtime import lives, troubles
 from tests.runtime.specs import spec
@@ -175,6 +176,35 @@ def test_a_run_goes_back_to_what_was_saved_elsewhere(tmp_path, pool):
     assert list(saved) == [4, 8, 12, 16]
     assert saved[8][1]["numbers"]["windows"] == [[10, 10]]
     assert list((tmp_path / "other").iterdir()) == []
+
+
+@pytest.mark.parametrize("layout", [{}, DP], ids=["1", "dp2"])
+def test_a_run_folder_that_stays_full_takes_nothing_and_the_run_goes_back_all_the_same(layout, tmp_path, pool):
+    """Steps 4 and 12 lie at home, 8 elsewhere: it goes back to 8, and what learned from the window is put aside. A stop
+    behind step 15, which is saved elsewhere as well, and the next start goes on from there."""
+    numbers = {"rollbacks": 1, "before": 3}
+    checkpoint = {"every": 4, "keep": "all", "fallback_dir": str(tmp_path / "other")}
+    content = {"train.steps": 20, "model.dropout": 0.1, "train.numbers": numbers, **layout}
+    made = spec({**content, "checkpoint": checkpoint})
+    ranks = made.world_size
+    # home takes step 12, which learns from the window of 11 to 14
+    fault = {"on": 0, "what": "loss:", "full": [8, 15, 16], "stays": True}
+    result = told(pool, made, tmp_path / "run", ranks, **fault, steps=[14], stop_after=17)
+    assert result["end"].startswith("Preempted: stopped after step 15"), result
+    (event,) = lines_of(tmp_path / "run", "rollback")
+    assert (event["step"], event["first_left_out"], event["last_left_out"]) == (8, 11, 14)
+    home = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in (home / "quarantine").glob("step-00000012-?")] == ["step-00000012-1"]
+    assert Store(tmp_path / "run").steps() == [4, 12]
+    result = told(pool, made, tmp_path / "run", ranks, **fault, steps=[])
+    assert result["end"] == ""
+    # from step 15 on
+    steps = [line["step"] for line in lines_of(tmp_path / "run", "step")]
+    assert steps == [*range(1, 11), *range(15, 21)]
+    ahead = spec({**content, "checkpoint.every": 4, "train.skip_steps": [{"first": 11, "last": 14}]})
+    told(pool, ahead, tmp_path / "told", ranks, on=0, what="loss:", steps=[])
+    saved = lives.read_all(tmp_path / "run")
+    assert saved[20][0] == lives.read_all(tmp_path / "told")[20][0]
 
 
 def test_no_more_is_kept_elsewhere_than_at_home(tmp_path, pool):

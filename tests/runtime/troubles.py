@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megaspec.checkpoint import publish
+from megaspec.checkpoint import fallback, publish
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
 from megaspec.core.errors import MegaspecError
@@ -28,10 +28,14 @@ from tests.runtime.lives import _AddToValue, build_here, comm_of
 def live_through(rank: int, text: str, folder: str, fault: dict[str, Any]) -> dict[str, Any]:
     """A life of a run in whose steps `fault["steps"]` rank `fault["on"]` adds `value` to its loss, the first time that
     it comes to them. `stop_after`: a stop is asked for in that step, counted from here. `full`: behind these steps the
-    run's folder takes no checkpoint. -> how it ended, and what its copier was asked for"""
+    run's folder takes no checkpoint; `stays`: and never one that was saved elsewhere. -> how it ended, and what its
+    copier was asked for"""
     made = Spec.model_validate_json(text)
     runtime.seed_generators(made.train.seed)
     run = Run(build_here(made, rank), Path(folder), Store(folder), comm_of(made, rank))
+    free_at_home = fallback.free_bytes
+    if fault.get("stays"):
+        fallback.free_bytes = lambda path: 0
     run.start()
     copier = Noted()
     if rank == 0:
@@ -66,6 +70,7 @@ def live_through(rank: int, text: str, folder: str, fault: dict[str, Any]) -> di
         return {**how_it_ended(run), "copies": copier.calls}
     finally:
         publish.free_bytes = free_bytes
+        fallback.free_bytes = free_at_home
 
 
 class Noted:
