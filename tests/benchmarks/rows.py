@@ -104,6 +104,7 @@ def packed_works(row: str, name: str, words: tuple[str, ...], *, quick: bool) ->
 FOUR = 4
 _EIGHT = ("--model", "llama8b", "--sequences", "8")
 _EIGHT_OF_MCORE = ("--model", "llama8b", "--accum", "8")
+_STAGES_OF_MCORE = (*_EIGHT_OF_MCORE, "--pp", "4")
 # 32 layers divided by time, as of 2026-11-22; Megatron-core has the same words.
 _BY_TIME = "Et*8|t*9|t*9|t*6L"
 _BY_TIME_IN_CHUNKS = "Ett|ttt|ttt|(tt|)*12L"
@@ -116,6 +117,12 @@ SCHEDULES = {
     "zb_h1": "pipeline.schedule=zb_h1",
     "zb_v": "pipeline.schedule=zb_v pipeline.virtual_stages=2",
 }
+# Of a schedule: the peer's that is the same.
+_SAME = {
+    "1f1b": "mcore+TE 1F1B",
+    "interleaved, 2 chunks": "mcore+TE interleaved, 2 chunks",
+    "interleaved, 4 chunks": "mcore+TE interleaved, 4 chunks",
+}
 # The layout that hung before messages between stages went in one order.
 HUNG = "pp=2 dp_strategy=zero1 pipeline.schedule=zb_v pipeline.virtual_stages=2 mbs=2"
 
@@ -123,50 +130,54 @@ HUNG = "pp=2 dp_strategy=zero1 pipeline.schedule=zb_v pipeline.virtual_stages=2 
 def four_gpu_works() -> Iterator[Work]:
     """Every row over four GPUs whose layouts are known beforehand."""
     yield pipelines()
-    yield pipelines_by_time()
+    yield more_pipelines()
     words = ("--model", "llama8b", "--sequences", "16")
     yield Work("hung", "8B, the layout that hung, 16 sequences", (layout("zb_v", HUNG, words),), FOUR, 2, 5)
     tp4 = (layout("tp 4", "tp=4", _EIGHT), mcore("tp 4", *_EIGHT_OF_MCORE, "--tp", "4"))
     yield Work("tp4", "8B, tp 4 with sequence parallel", tp4, FOUR, 2, 5)
     yield context_parallel()
-    for balance, name in ((1, "forced balance"), (0, "the learned router")):
-        yield experts(balance, name)
+    yield experts("ep4", 1, "forced balance")
+    yield experts("ep4_learned", 0, "the learned router")
 
 
 def pipelines() -> Work:
-    """Five schedules over equal stages; of the peer all that it has, in both ways of sending."""
-    beside = {"1f1b": "mcore+TE 1F1B"}
-    for chunks in (2, 4):
-        beside[f"interleaved, {chunks} chunks"] = f"mcore+TE interleaved, {chunks} chunks"
+    """Five schedules over equal stages beside the peer's, and four divided by time: as the plan does, and for chunks as
+    it did when they were measured first."""
     runs = []
     for label, schedule in SCHEDULES.items():
-        is_repeated = label in ("1f1b", "interleaved, 4 chunks", "zb_v")
-        runs.append(layout(label, f"pp=4 {schedule}", _EIGHT, beside=beside.get(label, ""), is_repeated=is_repeated))
-    stages = (*_EIGHT_OF_MCORE, "--pp", "4")
-    runs.append(mcore("1F1B", *stages))
-    for chunks in (2, 4):
-        in_chunks = (*stages, "--chunks", str(chunks))
-        runs.append(mcore(f"interleaved, {chunks} chunks", *in_chunks, "--p2p", "overlapped"))
-    runs.append(mcore("interleaved, 4 chunks, batched", *stages, "--chunks", "4", "--p2p", "batched"))
-    return Work("pipelines", "8B, pp 4, equal stages", tuple(runs), FOUR, 2, 5)
-
-
-def pipelines_by_time() -> Work:
-    """The same, layers divided by time: ours by the plan, and as it divided them when they were measured first; the
-    peer's in its own words for that."""
-    beside = {"1f1b": "mcore+TE 1F1B, by time", "interleaved, 4 chunks": "mcore+TE interleaved, 4 chunks, by time"}
-    runs = []
-    for label, schedule in SCHEDULES.items():
-        text = f"pp=4 {schedule} pipeline.layout=auto"
-        runs.append(layout(f"{label}, by time", text, _EIGHT, beside=beside.get(label, ""), is_repeated=False))
+        is_repeated = label in ("1f1b", "interleaved, 4 chunks")
+        runs.append(layout(label, f"pp=4 {schedule}", _EIGHT, beside=_SAME.get(label, ""), is_repeated=is_repeated))
+    for label in ("1f1b", "zb_h1"):
+        text = f"pp=4 {SCHEDULES[label]} pipeline.layout=auto"
+        runs.append(layout(f"{label}, by time", text, _EIGHT, beside=_SAME.get(label, ""), is_repeated=False))
     for label, division in _DIVIDED_FIRST.items():
         text = f"pp=4 {SCHEDULES[label]} pipeline.layout={division}"
-        runs.append(layout(f"{label}, {division}", text, _EIGHT, beside=beside.get(label, "")))
-    stages = (*_EIGHT_OF_MCORE, "--pp", "4")
-    in_chunks = ("--chunks", "4", "--stages", _BY_TIME_IN_CHUNKS, "--p2p", "overlapped")
-    runs.append(mcore("1F1B, by time", *stages, "--stages", _BY_TIME))
-    runs.append(mcore("interleaved, 4 chunks, by time", *stages, *in_chunks))
-    return Work("divided", "8B, pp 4, divided by time", tuple(runs), FOUR, 2, 5)
+        is_repeated = label == "zb_v"
+        beside = _SAME.get(label, "")
+        runs.append(layout(f"{label}, {division}", text, _EIGHT, beside=beside, is_repeated=is_repeated))
+    runs.append(mcore("1F1B", *_STAGES_OF_MCORE))
+    for chunks in (2, 4):
+        words = (*_STAGES_OF_MCORE, "--chunks", str(chunks), "--p2p", "overlapped")
+        runs.append(mcore(f"interleaved, {chunks} chunks", *words))
+    return Work("pipelines", "8B, pp 4", tuple(runs), FOUR, 2, 5)
+
+
+def more_pipelines() -> Work:
+    """The plan's own division of chunks, and the peer divided by time, which it has words for, too; its interleaved
+    schedule with batched messages."""
+    runs = []
+    beside = {"interleaved, 4 chunks": "mcore+TE interleaved, 4 chunks, by time"}
+    for label in ("interleaved, 2 chunks", "interleaved, 4 chunks", "zb_v"):
+        text = f"pp=4 {SCHEDULES[label]} pipeline.layout=auto"
+        is_repeated = label == "interleaved, 4 chunks"
+        found = layout(f"{label}, by time", text, _EIGHT, beside=beside.get(label, ""), is_repeated=is_repeated)
+        runs.append(found)
+    in_chunks = ("--chunks", "4", "--p2p")
+    runs.append(mcore("1F1B, by time", *_STAGES_OF_MCORE, "--stages", _BY_TIME))
+    by_time = ("--stages", _BY_TIME_IN_CHUNKS)
+    runs.append(mcore("interleaved, 4 chunks, by time", *_STAGES_OF_MCORE, *in_chunks, "overlapped", *by_time))
+    runs.append(mcore("interleaved, 4 chunks, batched", *_STAGES_OF_MCORE, *in_chunks, "batched"))
+    return Work("pipelines_more", "8B, pp 4, more divisions", tuple(runs), FOUR, 2, 5)
 
 
 def context_parallel() -> Work:
@@ -182,7 +193,7 @@ def context_parallel() -> Work:
     return Work("cp4", "8B, 16 layers, cp 4, s32768", runs, FOUR, 3, 8)
 
 
-def experts(balance: int, name: str) -> Work:
+def experts(row: str, balance: int, name: str) -> Work:
     """Eight layers of Qwen3-30B-A3B over four GPUs, 16 sequences of 4,096."""
     same = ("--model", "qwen3moe8", "--seq", "4096", "--mbs", "4", "--force-balance", str(balance))
     words = (*same, "--sequences", "16")
@@ -192,7 +203,7 @@ def experts(balance: int, name: str) -> Work:
             layout(dispatch, f"ep=4 dp_strategy=zero1 dispatch={dispatch}", words, beside="mcore+TE all-to-all")
         )
     runs.append(mcore("all-to-all", *same, "--ep", "4"))
-    return Work("ep4", f"Qwen3-30B-A3B, 8 layers, ep 4, {name}", tuple(runs), FOUR, 4, 10)
+    return Work(row, f"Qwen3-30B-A3B, 8 layers, ep 4, {name}", tuple(runs), FOUR, 4, 10)
 
 
 def layout(label: str, text: str, words: tuple[str, ...], *, beside: str = "", is_repeated: bool = True) -> Run:

@@ -140,6 +140,7 @@ def test_each_side_takes_its_words_over_four_gpus(work, run):
     assert unbuilt_problems(spec, {}) == []
     assert fullest(memory_of(spec)).total <= H200.room
     if "pipeline.layout=auto" in run.layout:
+        # a division by time is what the resolver says, not equal stages
         assert spec.parallelism.pipeline.layout
 
 
@@ -148,12 +149,11 @@ def sequences_of(work):
     return sequences
 
 
-def test_a_peer_divides_layers_as_ours_can():
-    first = {run.label: run.layout for run in rows.pipelines_by_time().runs if run.side == "ours"}
-    for run in rows.pipelines_by_time().runs:
-        if run.side == "mcore" and "--chunks" in run.words:
-            division = run.words[run.words.index("--stages") + 1]
-            assert f"megaspec interleaved, 4 chunks, {division}" in first
+def test_the_peer_has_the_best_division_that_ours_has():
+    divided = {run.layout.partition("pipeline.layout=")[2] for run in rows.pipelines().runs if run.layout}
+    for run in rows.more_pipelines().runs:
+        if "--stages" in run.words and "--chunks" in run.words:
+            assert run.words[run.words.index("--stages") + 1] in divided
 
 
 def test_what_tune_names_is_what_is_measured():

@@ -8,16 +8,17 @@ Parameters in bf16, master weights, moments and gradients in fp32 (DDP with the 
 accumulated in the products. Packed rows are tests/benchmarks/packed_rows.py's, as one `thd` sequence of all rows of a
 micro batch: no token is padding. Written for megatron-core 0.19 and Transformer Engine 2.20.
 
-Why stages do not wait for each other for ever
-----------------------------------------------
-Megatron-core sends between stages in two ways. Batched (`--p2p batched`, its default of 1F1B) all messages of a moment
-are one NCCL group on the communicator of the whole pipeline. Overlapped (`--p2p overlapped`, what Megatron-LM takes for
-interleaved schedules) each is a call of its own. torch then makes a communicator for each pair of ranks when the pair
-first sends, and who makes one waits for the other; in which order ranks come to it depends on the schedule, so that now
-and then all wait (NVIDIA/Megatron-LM#5240). Where the process group is bound to a device from the start, it takes the
-pipeline's one communicator instead, where each message waits for the one before. So overlapped messages get a process
-group that is bound to no device, and under either way pairs of stages send once in one fixed order (`connect_stages`)
-before the first step.
+How stages send to each other
+-----------------------------
+Megatron-core has two ways. Batched (`--p2p batched`, its default) all messages of a moment are one NCCL group on the
+communicator of the whole pipeline, and the GPU is waited for behind each; 1F1B has no other. Overlapped (`--p2p
+overlapped`, what Megatron-LM takes for interleaved schedules) each message is a call of its own. On a process group
+that is bound to a device such calls go one after the other on the pipeline's one communicator; on one that is not,
+torch makes a communicator for each pair of ranks when the pair first sends. Megatron-LM's own test of pp 4 with two
+chunks hung there, in nine runs of nine (NVIDIA/Megatron-LM#5240): who makes a communicator waits for the other rank and
+for the GPU, while GPUs wait for messages. The order of messages is not it: as four ranks post them, with two and four
+chunks, they end by themselves with one queue a rank and with one a pair. So overlapped messages get a process group
+that is bound to no device, and pairs of stages send once, in one order, before the first step (`connect_stages`).
 """
 
 import argparse
@@ -41,6 +42,7 @@ from typing import Any
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if {"--tp", "--cp"} & {*sys.argv} else "32")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
 
 import torch
 import torch.distributed as dist
@@ -316,7 +318,7 @@ def join(args: argparse.Namespace, here: Here) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    # overlapped messages need a communicator for each pair of stages: see the note at the top
+    # see `How stages send to each other`
     is_bound = here.is_gpu and args.p2p == "batched"
     dist.init_process_group(
         "nccl" if here.is_gpu else "gloo",
