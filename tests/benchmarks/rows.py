@@ -210,6 +210,8 @@ def layout(label: str, text: str, words: tuple[str, ...], *, beside: str = "", i
     return Run(f"megaspec {label}", "ours", words, text, beside, is_repeated)
 
 
+# How the label of what tune names first begins.
+FIRST = "megaspec 1: "
 # Sequences a step -> steps before those that are measured, and those.
 TUNED = {8: (2, 5), 64: (1, 2), 512: (1, 1)}
 

@@ -140,7 +140,6 @@ def test_each_side_takes_its_words_over_four_gpus(work, run):
     assert unbuilt_problems(spec, {}) == []
     assert fullest(memory_of(spec)).total <= H200.room
     if "pipeline.layout=auto" in run.layout:
-        # a division by time is what the resolver says, not equal stages
         assert spec.parallelism.pipeline.layout
 
 
@@ -165,6 +164,7 @@ def test_what_tune_names_is_what_is_measured():
         assert sequences == 8
         predicted = step_time(spec, H200, throughput_of(H200)).seconds
         assert 1e3 * predicted == pytest.approx(run.planned_ms, rel=1e-4), run.label
+    assert [run.label.startswith(rows.FIRST) for run in work.runs] == [True, False, False]
     planned = [run.planned_ms for run in work.runs]
     assert planned == sorted(planned)
     (behind,) = rows.tuned_works(8, top=3, skip=2)
@@ -382,17 +382,32 @@ def test_a_run_is_compared_with_the_peers_same_schedule():
 
 
 def test_the_first_that_tune_names_is_held_to_the_best():
-    runs = tuple(rows.Run(f"megaspec {number}", "ours", (), f"tp={number}") for number in (1, 2))
-    work = rows.Work("tune8", "8 sequences", runs, 4, is_tuned=True)
+    work = rows.Work("tune8", "8 sequences", (), 4, is_tuned=True)
 
     def verdict(*steps):
-        lines = []
-        for run, step in zip(runs, steps, strict=True):
-            line = {"work": work.name, "run": run.label}
+        lines = [{"work": "64 sequences", "run": "megaspec 1: a", "step_ms": 1.0}]
+        for number, step in enumerate(steps, start=1):
+            line = {"work": work.name, "run": f"megaspec {number}: tp={number}"}
             lines.append(line | ({"step_ms": step} if step else {"error": "why"}))
         return bench_rows.verdict(work, lines)
 
-    assert verdict(100.0, 98.0).endswith("2.0 % more than the best of 2 (megaspec 2, 98.0 ms): within 3 %")
+    assert verdict(100.0, 98.0).endswith("2.0 % more than the best of 2 (megaspec 2: tp=2, 98.0 ms): within 3 %")
     assert verdict(100.0, 90.0).endswith("not within 3 %")
-    assert verdict(100.0, None).endswith("0.0 % more than the best of 1 (megaspec 1, 100.0 ms): within 3 %")
+    assert verdict(100.0, None).endswith("0.0 % more than the best of 1 (megaspec 1: tp=1, 100.0 ms): within 3 %")
     assert verdict(None, 90.0) == "8 sequences: the first was not measured"
+
+
+def test_what_tune_names_may_be_measured_by_two_commands(monkeypatch, capsys, tmp_path):
+    def answers(runs, work, args, *, until):
+        for run in runs:
+            yield run, {"tokens_per_s_gpu": 1.0, "step_ms": 100.0 if run.label.startswith(rows.FIRST) else 90.0}
+
+    monkeypatch.setattr(bench_rows, "measured", answers)
+    words = ["bench_rows.py", "--rows", "tune8", "--rounds", "1", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", [*words, "--top", "1"])
+    bench_rows.main()
+    assert "best of 1" in capsys.readouterr().out.splitlines()[-1]
+    monkeypatch.setattr(sys, "argv", [*words, "--top", "2", "--skip", "1"])
+    bench_rows.main()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "the first takes 100.0 ms, 11.1 % more than the best of 2 (megaspec 2: " in last
