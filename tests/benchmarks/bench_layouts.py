@@ -4,7 +4,7 @@
         dp_strategy=zero1 tp=2 "pp=2 pipeline.schedule=zb_h1"
 
 A layout is what is said of `parallelism`, and `mbs=`, the micro batch; each gets as many micro batches as --sequences
-takes. Other options are those of bench_train.py.
+takes. Other options are those of bench_train.py; --patience is for each layout.
 """
 
 import argparse
@@ -18,11 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaspec.estimate.hardware import hardware_of
-from megaspec.estimate.memory import fullest, memory_of
-from megaspec.estimate.step_time import step_time
-from megaspec.estimate.target import detect_target
-from megaspec.estimate.throughput import throughput_of
 from tests.benchmarks import bench_train
 
 
@@ -40,31 +35,27 @@ def arguments(layout: str, args: argparse.Namespace, world: int) -> argparse.Nam
     return one
 
 
-def predicted(args: argparse.Namespace, world: int) -> dict[str, float]:
-    """Milliseconds of a step and GiB of the fullest rank, as the plan has them for a GPU that it knows."""
-    spec, hardware = bench_train.spec_of(args, world), hardware_of(detect_target())
-    if hardware is None:
-        return {}
-    return {
-        "plan_ms": round(step_time(spec, hardware, throughput_of(hardware)).seconds * 1e3, 2),
-        "plan_gib": round(fullest(memory_of(spec)).allocated / 2**30, 2),
-    }
-
-
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = bench_train.parser()
     parser.add_argument("layouts", nargs="+", metavar="LAYOUT")
     parser.add_argument("--sequences", type=int, default=8, help="of a step, all ranks together")
     parser.add_argument("--out", default="layouts.jsonl")
-    args = parser.parse_args()
-    if args.patience:
-        faulthandler.dump_traceback_later(args.patience, exit=True)
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
     rank, world, device = bench_train.start()
     for i, (layout, one) in enumerate([(layout, arguments(layout, args, world)) for layout in args.layouts]):
+        if args.patience:
+            # for each anew
+            faulthandler.dump_traceback_later(args.patience, exit=True)
         if i and world > 1:
             bench_train.join_again(device, f"layout {i}")
         found: dict[str, Any] = {"layout": layout}
-        found |= bench_train.measure(one, rank=rank, world=world, device=device) | predicted(one, world)
+        found |= bench_train.measure(one, rank=rank, world=world, device=device)
+        # `parallelism` has the layout, with what was left to the plan
+        found["set"] = args.set
         if rank == 0:
             with Path(args.out).open("a") as out:
                 out.write(json.dumps(found) + "\n")

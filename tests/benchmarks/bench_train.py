@@ -20,7 +20,11 @@ import torch
 import torch.distributed as dist
 
 from megaspec.data.batch import Batch
+from megaspec.estimate.hardware import hardware_of
+from megaspec.estimate.memory import fullest, memory_of
+from megaspec.estimate.step_time import step_time
 from megaspec.estimate.target import Target, detect_target
+from megaspec.estimate.throughput import throughput_of
 from megaspec.nn.moe.module import Moe
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
@@ -54,10 +58,14 @@ GPTOSS6 = {
     "vocab_size": 201088, "positions": {"kind": "rotary", "base": 1.5e5},
     "moe": {"n_experts": 32, "top_k": 4, "d_expert": 2880},
 }  # fmt: skip
+# For a CPU: whether a script works.
+TINY = {
+    "n_layers": 2, "d_model": 256, "n_heads": 4, "n_kv_heads": 2, "d_head": 64, "d_ffn": 512, "vocab_size": 1024,
+    "positions": {"kind": "rotary", "base": 1e4},
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "n_layers": 2, "d_model": 256, "n_heads": 4, "n_kv_heads": 2, "d_head": 64, "d_ffn": 512, "vocab_size": 1024,
-    },
+    "tiny": TINY,
+    "tiny16": TINY | {"n_layers": 16},
     "llama1b": {
         "n_layers": 16, "d_model": 2048, "n_heads": 32, "n_kv_heads": 8, "d_head": 64, "d_ffn": 8192,
         "vocab_size": 128256, "tied_embeddings": True, "positions": {"kind": "rotary", "base": 5e5},
@@ -135,9 +143,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--cross-entropy", default="triton")
     parser.add_argument("--compile", default="block")
     parser.add_argument("--warmup", type=int, default=8)
+    parser.add_argument("--warmup-accum", type=int, default=0, help="micro batches of a warm-up step; 0: as all steps")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--profile", default="")
     parser.add_argument("--documents", type=int, default=0, help="tokens of a document on average; 0: no documents")
+    parser.add_argument("--force-balance", type=int, default=1, help="0: experts are taken as the learned router says")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--where", action="store_true")
     parser.add_argument("--patience", type=float, default=0, help="seconds until a run that hangs says where, and ends")
@@ -182,9 +192,10 @@ def stepper(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> Callable[[int],
     """Builds the run. -> what trains one step on random tokens."""
     built = build(spec, mesh=mesh)
     initialise(built)
-    # as the peers measure: every expert gets as many tokens as any other
-    for moe in (m for chunk in built.chunks for m in chunk.modules() if isinstance(m, Moe)):
-        moe.force_balance()
+    if args.force_balance:
+        # as the peers measure: every expert gets as many tokens as any other
+        for moe in (m for chunk in built.chunks for m in chunk.modules() if isinstance(m, Moe)):
+            moe.force_balance()
     scaler = build_scaler(spec.precision, device=mesh.device)
     generator = torch.Generator(device=mesh.device).manual_seed(SEED + mesh.index("dp"))
     pool = []
@@ -202,7 +213,10 @@ def stepper(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> Callable[[int],
         batches.append(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, ids, documents))
 
     def step(i: int) -> StepResult:
-        parts = [batches[(i * args.accum + j) % len(batches)] for j in range(args.accum)]
+        accum = args.accum
+        if i < args.warmup and args.warmup_accum:
+            accum = min(accum, args.warmup_accum)
+        parts = [batches[(i * args.accum + j) % len(batches)] for j in range(accum)]
         return train_step(built, parts, lr=1e-4, weight_decay=0.1, scaler=scaler)
 
     return step
@@ -268,7 +282,7 @@ def measure(args: argparse.Namespace, *, rank: int, world: int, device: torch.de
     if args.profile:
         # on all ranks, which wait for each other
         with torch.profiler.profile() as prof:
-            step(0)
+            step(args.warmup)
             torch.cuda.synchronize()
     if args.profile and rank == 0:
         with open(args.profile, "w") as file:
@@ -282,11 +296,23 @@ def measure(args: argparse.Namespace, *, rank: int, world: int, device: torch.de
         "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
     }
     if args.where and cuda:
-        mine |= profiled(step)
+        # whole steps, whatever those of the warm-up were
+        mine |= profiled(lambda i: step(args.warmup + i))
     ranks: list[Any] = [mine] * world
     if world > 1:
         dist.all_gather_object(ranks, mine)
-    return report(args, spec, world, times, losses, ranks)
+    return report(args, spec, world, times, losses, ranks) | predicted(spec)
+
+
+def predicted(spec: Spec) -> dict[str, float]:
+    """Milliseconds of a step and GiB of the fullest rank, as the plan has them for a GPU that it knows."""
+    hardware = hardware_of(detect_target())
+    if hardware is None:
+        return {}
+    return {
+        "plan_ms": round(step_time(spec, hardware, throughput_of(hardware)).seconds * 1e3, 2),
+        "plan_gib": round(fullest(memory_of(spec)).allocated / 2**30, 2),
+    }
 
 
 def main() -> None:
@@ -330,7 +356,7 @@ def report(
         "peer": "megaspec", "model": args.model, "seq": args.seq, "mbs": args.mbs, "accum": args.accum,
         "gpus": world, "precision": args.precision, "set": args.set, "parallelism": own,
         "kernels": spec.kernels.model_dump(mode="json"),
-        "documents": args.documents, "clock": ranks[0]["clock"],
+        "documents": args.documents, "force_balance": args.force_balance, "clock": ranks[0]["clock"],
         "deterministic": spec.train.deterministic, "torch": torch.__version__, "step_ms": round(median * 1e3, 2),
         "step_ms_min": round(min(times) * 1e3, 2), "step_ms_mean": round(statistics.mean(times) * 1e3, 2),
         "tokens_per_s": round(per_gpu * world, 1), "tokens_per_s_gpu": round(per_gpu, 1),

@@ -35,7 +35,7 @@ _EQUAL_STAGES = {"1f1b": 1.0, "interleaved": 1.0, "zb_h1": 1 / 3, "zb_v": 1 / 6}
 _IDENTITY = (
     "peer", "layout", "switch", "model", "recipe", "micro_batch", "seq", "mbs", "accum", "gpus", "tp", "dp", "pp", "cp",
     "ep", "parallelism", "precision", "d_shared", "transport", "NCCL_MAX_P2P_NCHANNELS", "operation", "implementation",
-    "name", "what", "folder",
+    "name", "what", "folder", "force_balance", "chunks", "stages", "p2p", "cp_messages",
 )  # fmt: skip
 
 
@@ -447,8 +447,9 @@ def _ours(row: dict[str, str]) -> list[Number]:
 
 
 def _peers(groups: list[Group]) -> list[float]:
-    lines = [line for group in groups for line in group.lines if line["peer"] != "megaspec"]
-    return [line["tokens_per_s_gpu"] for line in lines]
+    # a run that failed has neither
+    lines = [line for group in groups for line in group.lines if "tokens_per_s_gpu" in line]
+    return [line["tokens_per_s_gpu"] for line in lines if line["peer"] != "megaspec"]
 
 
 def _is_a_peers(table: Table, row: dict[str, str], groups: list[Group]) -> str:

@@ -1,7 +1,10 @@
 """What a comparison rests on: the same rows on both sides, words that each script takes, no line that goes missing."""
 
 import json
+import os
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,12 +12,15 @@ import pytest
 import torch
 
 from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.memory import fullest, memory_of
+from megaspec.estimate.step_time import step_time
 from megaspec.estimate.target import Target
+from megaspec.estimate.throughput import throughput_of
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec_kernels.catalog import PACKAGES
-from tests.benchmarks import bench_rows, bench_train
+from tests.benchmarks import bench_layouts, bench_rows, bench_train, rank_processes, rows
 from tests.benchmarks.packed_rows import packed_rows
 from tests.benchmarks.peers import mcore_rows
 
@@ -22,8 +28,13 @@ H200 = HARDWARE["H200"]
 # with every package that an implementation is made of
 VERSIONS = {"torch": "2.11.0"} | dict.fromkeys(PACKAGES, "1")
 TARGET = Target(gpus=1, gpu="NVIDIA H200", sm=90, gpu_memory=H200.memory, cores=16, versions=VERSIONS)
-WORKS = list(bench_rows.all_works(16, quick=False))
+FOUR = TARGET.model_copy(update={"gpus": 4, "cores": 64})
+WORKS = list(rows.all_works(16, quick=False))
 RUNS = [pytest.param(work, run, id=f"{work.name}: {run.label}") for work in WORKS for run in work.runs]
+WORKS_OF_FOUR = list(rows.four_gpu_works())
+RUNS_OF_FOUR = [pytest.param(work, run, id=f"{work.name}: {run.label}") for work in WORKS_OF_FOUR for run in work.runs]
+# Where `make bench` installs the peer without Transformer Engine.
+PACKAGE = Path(os.environ.get("MEGATRON_CORE", Path(__file__).parents[2] / ".venv" / "megatron"))
 
 
 def test_rows_are_cut_from_one_stream():
@@ -67,6 +78,7 @@ def test_a_peers_model_is_ours(name):
     assert said == [shape.layers, shape.d_model, shape.heads, shape.kv_heads, shape.d_head, shape.d_ffn, shape.vocab]
     assert shape.rope_base == ours["positions"]["base"]
     assert shape.tied == ours.get("tied_embeddings", False)
+    assert shape.qk_norm == (ours.get("attention", {}).get("qk_norm") == "per_head")
     experts = ours.get("moe", {})
     assert (shape.experts, shape.top_k, shape.d_expert) == tuple(
         experts.get(key) for key in ("n_experts", "top_k", "d_expert")
@@ -103,11 +115,78 @@ def test_sides_of_a_work_have_the_same_tokens(work):
     assert len(same) == 1
 
 
+def spec_of(run):
+    """What a layout of four GPUs is built from, and the sequences of a step."""
+    args = bench_layouts.parser().parse_args([*run.words, run.layout])
+    one = bench_layouts.arguments(run.layout, args, 4)
+    return resolve(bench_train.recipe_of(one, 4), FOUR, Facts(run_dir="-")), args.sequences
+
+
+@pytest.mark.parametrize(("work", "run"), RUNS_OF_FOUR)
+def test_each_side_takes_its_words_over_four_gpus(work, run):
+    assert run.beside in ("", *(one.label for one in work.runs if one.side == "mcore"))
+    sequences = sequences_of(work)
+    if run.side == "mcore":
+        args = mcore_rows.parser().parse_args(run.words)
+        replicas, left = divmod(4, args.tp * args.pp * args.cp)
+        assert (replicas * args.mbs * args.accum, left) == (sequences, 0)
+        # Megatron-core's own rules
+        shape = mcore_rows.SHAPES[args.model]
+        assert args.stages or shape.layers % (args.pp * args.chunks) == 0
+        assert args.p2p == "batched" or args.chunks > 1
+        return
+    spec, own_sequences = spec_of(run)
+    assert own_sequences == spec.train.global_batch == sequences
+    assert unbuilt_problems(spec, {}) == []
+    assert fullest(memory_of(spec)).total <= H200.room
+    if "pipeline.layout=auto" in run.layout:
+        assert spec.parallelism.pipeline.layout
+
+
+def sequences_of(work):
+    (sequences,) = {spec_of(run)[1] for run in work.runs if run.side == "ours"}
+    return sequences
+
+
+def test_the_peer_has_the_best_division_that_ours_has():
+    divided = {run.layout.partition("pipeline.layout=")[2] for run in rows.pipelines().runs if run.layout}
+    for run in rows.more_pipelines().runs:
+        if "--stages" in run.words and "--chunks" in run.words:
+            assert run.words[run.words.index("--stages") + 1] in divided
+
+
+def test_what_tune_names_is_what_is_measured():
+    """A layout that was found is told to the benchmark with all that makes its time."""
+    (work,) = rows.tuned_works(8, top=3)
+    assert (work.row, work.gpus, work.is_tuned, len(work.runs)) == ("tune8", 4, True, 3)
+    for run in work.runs:
+        spec, sequences = spec_of(run)
+        assert sequences == 8
+        predicted = step_time(spec, H200, throughput_of(H200)).seconds
+        assert 1e3 * predicted == pytest.approx(run.planned_ms, rel=1e-4), run.label
+    assert [run.label.startswith(rows.FIRST) for run in work.runs] == [True, False, False]
+    planned = [run.planned_ms for run in work.runs]
+    assert planned == sorted(planned)
+    (behind,) = rows.tuned_works(8, top=3, skip=2)
+    assert behind.runs == work.runs[2:]
+
+
+def test_parts_of_a_sequence_have_as_much_to_attend_to():
+    parts = [mcore_rows.part_of_sequence(16, 2, rank, torch.device("cpu")).tolist() for rank in range(2)]
+    assert parts == [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
+    parts = [mcore_rows.part_of_sequence(32, 4, rank, torch.device("cpu")) for rank in range(4)]
+    assert sorted(torch.cat(parts).tolist()) == list(range(32))
+    assert len({int(part.sum()) for part in parts}) == 1
+
+
 def args_of(*words: str) -> object:
-    args = bench_rows.parser().parse_args(["--rows", "smoke", *words])
-    args.warmup = 1
-    args.steps = 1
-    return args
+    return bench_rows.parser().parse_args(["--rows", "smoke", "--warmup", "1", "--steps", "1", *words])
+
+
+def only(run, *words):
+    """What a run on one GPU gives."""
+    ((_, line),) = bench_rows.measured([run], rows.Work("row", "work", (run,)), args_of(*words))
+    return line
 
 
 def test_a_run_that_fails_is_a_line_with_its_reason(tmp_path, monkeypatch):
@@ -121,35 +200,167 @@ def test_a_run_that_fails_is_a_line_with_its_reason(tmp_path, monkeypatch):
     for name, text in scripts.items():
         (tmp_path / name).write_text(text)
         monkeypatch.setattr(bench_rows, "OURS", tmp_path / name)
-        found[name] = bench_rows.measured(bench_rows.ours(name), args_of("--limit", "5"))
+        found[name] = only(rows.ours(name), "--limit", "5")
     assert found["good"] == {"tokens_per_s_gpu": 5.0}
     assert found["bad"]["error"] == "ended with 1: ValueError: no such kernel"
     assert found["silent"]["error"] == "ended with 0: nothing"
     assert found["hangs"]["error"] == "took longer than 5 s; last it said: at step 3"
-    missing = bench_rows.measured(bench_rows.Run("t", "torchtitan", ()), args_of("--peer-scripts", str(tmp_path)))
+    missing = only(rows.Run("t", "torchtitan", ()), "--peer-scripts", str(tmp_path))
     assert "torchtitan_bench.py is not there" in missing["error"]
 
 
+# Stands for bench_layouts.py: a layout says itself what becomes of it.
+LAYOUTS = """
+import faulthandler, json, os, sys, time
+words = sys.argv[1:]
+out, patience = (words[words.index(name) + 1] for name in ("--out", "--patience"))
+layouts = words[words.index("--out") + 2:]
+rank = int(os.environ["RANK"])
+with open(os.environ["STARTED"], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+
+def stuck():
+    time.sleep(60)
+
+for layout in layouts:
+    faulthandler.dump_traceback_later(float(patience), exit=True)
+    if layout == "raises" and rank == 1:
+        raise ValueError("out of memory")
+    if layout in ("hangs", "raises"):
+        stuck()
+    if layout == "silent":
+        faulthandler.cancel_dump_traceback_later()
+        stuck()
+    if rank == 0:
+        with open(out, "a") as file:
+            line = {"tokens_per_s_gpu": 5.0, "layout": layout, "world": os.environ["WORLD_SIZE"]}
+            file.write(json.dumps(line) + "\\n")
+"""
+
+
+@pytest.fixture
+def four(tmp_path, monkeypatch):
+    """-> what becomes of layouts over two ranks, by label, and how often ranks were started. None of them is left."""
+    (tmp_path / "layouts.py").write_text(LAYOUTS)
+    monkeypatch.setattr(bench_rows, "LAYOUTS", tmp_path / "layouts.py")
+    monkeypatch.setattr(bench_rows, "GRACE", 2.0)
+    monkeypatch.setattr(rank_processes, "AFTER_A_FAILURE", 1.0)
+    monkeypatch.setenv("STARTED", str(tmp_path / "started"))
+
+    def run(*layouts, words=("--limit", "1"), seconds=None):
+        runs = [rows.layout(name, name, ("--same",)) for name in layouts]
+        work = rows.Work("row", "work", tuple(runs), 2)
+        args = args_of(*words)
+        until = time.monotonic() + seconds if seconds else float("inf")
+        found = [(run.label.split()[-1], line) for run, line in bench_rows.measured(runs, work, args, until=until)]
+        pids = [int(text) for text in (tmp_path / "started").read_text().split()]
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        return found, len(pids)
+
+    return run
+
+
+def test_layouts_share_a_launch(four):
+    found, n_started = four("a", "b", "c")
+    assert [(name, line["layout"], line["world"]) for name, line in found] == [(x, x, "2") for x in "abc"]
+    assert n_started == 2
+
+
+def test_a_layout_that_hangs_costs_its_own_row_alone_and_says_where_ranks_stood(four, tmp_path):
+    found, n_started = four("a", "hangs", "b", words=("--limit", "1", "--log", str(tmp_path / "log")))
+    assert [name for name, _ in found] == ["a", "hangs", "b"]
+    assert n_started == 4
+    good = {name: line for name, line in found if "error" not in line}
+    assert {name: line["layout"] for name, line in good.items()} == {"a": "a", "b": "b"}
+    assert found[1][1]["error"].startswith("rank 0, 1 ended with 1: stood in layouts.py:")
+    assert "stuck" in found[1][1]["error"]
+    assert "=== work: megaspec hangs" in (tmp_path / "log").read_text()
+
+
+def test_ranks_that_wait_for_one_that_failed_are_ended(four):
+    found, _ = four("raises", "b", words=("--limit", "30"))
+    assert found[0][1]["error"].startswith("rank 0 took longer than 30 s; last it said: nothing; rank 1 ended with 1: ")
+    assert "ValueError: out of memory" in found[0][1]["error"]
+    assert found[1][1]["layout"] == "b"
+
+
+def test_ranks_that_say_nothing_are_ended(four):
+    found, _ = four("silent", "b")
+    assert found[0][1]["error"] == "rank 0, 1 took longer than 1 s; last it said: nothing"
+    assert found[1][1]["layout"] == "b"
+
+
+def test_when_the_time_is_over_everything_ends(four):
+    begun = time.monotonic()
+    found, n_started = four("a", "silent", "b", words=("--limit", "30", "--total", "3"), seconds=3)
+    assert time.monotonic() - begun < 10
+    assert [line.get("error") for _, line in found] == [
+        None,
+        "not done when 3 s were over",
+        "not begun: 3 s were over",
+    ]
+    assert n_started == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PACKAGE.is_dir(), reason="no folder with megatron-core")
+def test_stages_of_the_peer_do_not_wait_for_each_other(tmp_path):
+    """Over four ranks of a CPU, which send in the order of GPUs: 1F1B, and interleaved in both ways of sending."""
+    (tmp_path / "mcore").symlink_to(PACKAGE)
+    words = ("--model", "tiny16", "--seq", "32", "--accum", "8", "--device", "cpu")
+    runs = [rows.mcore("one rank", *words)]
+    stages = (*words, "--pp", "4")
+    divided = (*stages, "--stages", "Et*4|t*5|t*4|tttL")
+    runs += [rows.mcore("1F1B", *stages), rows.mcore("1F1B, divided", *divided)]
+    for way in ("batched", "overlapped"):
+        runs.append(rows.mcore(f"interleaved, {way}", *stages, "--chunks", "2", "--p2p", way))
+    args = bench_rows.parser().parse_args(
+        ["--warmup", "1", "--steps", "2", "--limit", "100", "--peer-path", str(tmp_path)]
+    )
+    found = {}
+    for run in runs:
+        work = rows.Work("row", "work", (run,), 1 if run.label.endswith("one rank") else 4)
+        ((_, found[run.label]),) = bench_rows.measured([run], work, args)
+    losses = {}
+    for label, line in found.items():
+        losses[label] = (line.get("loss_first", line.get("error")), line.get("loss_last"))
+    for first, last in losses.values():
+        # ranks draw weights of the same size, not the same ones
+        assert first == pytest.approx(7.0, abs=0.15), losses
+        # three steps on the same eight sequences
+        assert last < first - 0.1, losses
+
+
 def test_the_table_has_a_row_for_every_run(monkeypatch, capsys):
-    def answers(run, args):
-        if "fails" in run.label:
-            return {"error": "why | not"}
-        rate = 100.0 if run.side == "ours" else 80.0
-        clock = {"clock_mhz": 1500.0, "power_watts": 690.0}
-        return {"tokens_per_s_gpu": rate, "step_ms": 3.0, "loss_first": 7.0, "loss_last": 6.5, "clock": clock}
+    def answers(runs, work, args, *, until):
+        for run in runs:
+            if "fails" in run.label:
+                yield run, {"error": "why | not"}
+                continue
+            rate = 100.0 if run.side == "ours" else 80.0
+            clock = {"clock_mhz": 1500.0, "power_watts": 690.0}
+            line = {"tokens_per_s_gpu": rate, "step_ms": 4.0, "loss_first": 7.0, "loss_last": 6.5, "clock": clock}
+            if run.side == "ours":
+                line |= {"plan_ms": 4.1, "plan_gib": 1.98, "max_memory_allocated": 2 * 2**30}
+            yield run, line
 
     monkeypatch.setattr(bench_rows, "measured", answers)
-    monkeypatch.setattr(sys, "argv", ["bench_rows.py", "--rows", "smoke", "--rounds", "2"])
+    monkeypatch.setattr(sys, "argv", ["bench_rows.py", "--rows", "smoke", "--rounds", "2", "--peer-rounds", "1"])
     bench_rows.main()
     lines = capsys.readouterr().out.splitlines()
     raw = [json.loads(line) for line in lines if line.startswith("{")]
+    ours = ["megaspec packed", "megaspec fails"]
     assert [(line["round"], line["run"]) for line in raw] == [
-        (number, run) for number in (1, 2) for run in ("megaspec packed", "megaspec fails", "mcore+TE thd")
+        *((1, run) for run in (*ours, "mcore+TE thd")),
+        *((2, run) for run in ours),
     ]
-    rows = [line.split(" | ") for line in lines if line.startswith("| tiny")]
-    assert [row[1] for row in rows] == ["megaspec packed", "megaspec fails", "mcore+TE thd"]
-    assert rows[0][2:8] == ["100", "1.250", "2 of 2, 100 to 100", "3.0", "1,500", "690"]
-    assert rows[1][2] == "why / not"
+    shown = [line.split(" | ") for line in lines if line.startswith("| tiny")]
+    assert [row[1] for row in shown] == ["megaspec packed", "megaspec fails", "mcore+TE thd"]
+    assert shown[0][2:6] == ["100", "1.250", "", "2 of 2, 100 to 100"]
+    assert shown[0][6:12] == ["4.0", "+2.5 %", "1,500", "690", "2.00", "-1.0 %"]
+    assert shown[1][2] == "why / not"
     assert np.unique([line.count("|") for line in lines if line.startswith("|")]).size == 1
 
 
@@ -165,3 +376,52 @@ def test_no_number_is_read_while_steps_are_under_way():
     assert losses == [(3, 4), (4, 4), (5, 4), (6, 4)]
     assert len(times) == 4
     assert bench_train.timed(step, range(0)) == ([], [])
+
+
+def test_a_run_is_compared_with_the_peers_same_schedule():
+    work = rows.pipelines()
+    rates = {"megaspec 1f1b": 90.0, "megaspec zb_v": 120.0, "mcore+TE 1F1B": 100.0}
+    rates["mcore+TE interleaved, 4 chunks"] = 110.0
+    lines = []
+    for label, rate in rates.items():
+        lines.append({"work": work.name, "run": label, "tokens_per_s_gpu": rate, "step_ms": 1.0})
+    shown = {}
+    _, _, *told = bench_rows.table([work], lines).splitlines()
+    for line in told:
+        cells = line.split(" | ")
+        shown[cells[1]] = cells[2:5]
+    assert shown["megaspec 1f1b"] == ["90", "0.818", "0.900"]
+    assert shown["megaspec zb_v"] == ["120", "1.091", ""]
+    assert shown["megaspec zb_h1"][0] == "was not run"
+
+
+def test_the_first_that_tune_names_is_held_to_the_best():
+    work = rows.Work("tune8", "8 sequences", (), 4, is_tuned=True)
+
+    def verdict(*steps):
+        lines = [{"work": "64 sequences", "run": "megaspec 1: a", "step_ms": 1.0}]
+        for number, step in enumerate(steps, start=1):
+            line = {"work": work.name, "run": f"megaspec {number}: tp={number}"}
+            lines.append(line | ({"step_ms": step} if step else {"error": "why"}))
+        return bench_rows.verdict(work, lines)
+
+    assert verdict(100.0, 98.0).endswith("2.0 % more than the best of 2 (megaspec 2: tp=2, 98.0 ms): within 3 %")
+    assert verdict(100.0, 90.0).endswith("not within 3 %")
+    assert verdict(100.0, None).endswith("0.0 % more than the best of 1 (megaspec 1: tp=1, 100.0 ms): within 3 %")
+    assert verdict(None, 90.0) == "8 sequences: the first was not measured"
+
+
+def test_what_tune_names_may_be_measured_by_two_commands(monkeypatch, capsys, tmp_path):
+    def answers(runs, work, args, *, until):
+        for run in runs:
+            yield run, {"tokens_per_s_gpu": 1.0, "step_ms": 100.0 if run.label.startswith(rows.FIRST) else 90.0}
+
+    monkeypatch.setattr(bench_rows, "measured", answers)
+    words = ["bench_rows.py", "--rows", "tune8", "--rounds", "1", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", [*words, "--top", "1"])
+    bench_rows.main()
+    assert "best of 1" in capsys.readouterr().out.splitlines()[-1]
+    monkeypatch.setattr(sys, "argv", [*words, "--top", "2", "--skip", "1"])
+    bench_rows.main()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "the first takes 100.0 ms, 11.1 % more than the best of 2 (megaspec 2: " in last
