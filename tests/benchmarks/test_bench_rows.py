@@ -326,11 +326,13 @@ def test_stages_of_the_peer_do_not_wait_for_each_other(tmp_path):
     losses = {}
     for label, line in found.items():
         losses[label] = (line.get("loss_first", line.get("error")), line.get("loss_last"))
+    one_first, one_last = losses["mcore+TE one rank"]
+    assert one_last < one_first - 0.5, losses
     for first, last in losses.values():
-        # ranks draw weights of the same size, not the same ones
-        assert first == pytest.approx(7.0, abs=0.15), losses
-        # three steps on the same eight sequences
-        assert last < first - 0.1, losses
+        # Weights are drawn rank by rank, of the same size: by the last of three steps losses differ by 0.03, and by 0.4
+        # and more where a message is freed before it is sent.
+        assert first == pytest.approx(one_first, abs=0.15), losses
+        assert last == pytest.approx(one_last, abs=0.15), losses
 
 
 def test_the_table_has_a_row_for_every_run(monkeypatch, capsys):

@@ -287,8 +287,10 @@ def config_of(args: argparse.Namespace, shape: Shape) -> Any:
         context_parallel_size=args.cp,
         expert_model_parallel_size=args.ep,
         sequence_parallel=args.tp > 1,
-        # what is sent to the next stage is freed; all micro batches have one length, so that no shapes are sent
-        deallocate_pipeline_outputs=True,
+        # What is sent to the next stage is freed once it is there. Overlapped messages may still be under way then:
+        # megatron-core 0.16 frees what it sends, and losses are not finite now and then.
+        deallocate_pipeline_outputs=args.p2p == "batched",
+        # all micro batches have one length, so that no shapes are sent
         variable_seq_lengths=False,
         batch_p2p_comm=args.p2p == "batched",
         overlap_p2p_comm=args.p2p == "overlapped",
