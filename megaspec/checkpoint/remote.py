@@ -32,6 +32,9 @@ _RUN_FILE_LIMIT = 1 << 30
 _PROBE = ".megaspec-probe"
 PARTIAL = "manifest.partial"
 
+# Where a test may kill a copier, beside those of publish.py.
+REMOTE_FAULT_POINTS = ("mid_remote_copy", "before_remote_delete", "mid_remote_delete")
+
 
 @dataclass(frozen=True)
 class Found:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megaspec.checkpoint.comm import DistComm
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.publish import FAULT_POINTS
+from megaspec.checkpoint.remote import REMOTE_FAULT_POINTS
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
 from tests.checkpoint.checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, save
@@ -183,7 +184,7 @@ def test_ranks_of_a_gloo_world(tmp_path) -> None:
 
 def test_every_point_in_the_code_is_listed() -> None:
     named = [name for file in PACKAGE.glob("*.py") for name in re.findall(r'\bfailpoint\("(\w+)"\)', file.read_text())]
-    assert sorted(named) == sorted(FAULT_POINTS)
+    assert sorted(named) == sorted(FAULT_POINTS + REMOTE_FAULT_POINTS)
 
 
 def test_the_environment_arms_a_fault() -> None:

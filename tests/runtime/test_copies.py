@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaspec.checkpoint.comm import SoloComm
-from megaspec.checkpoint.remote import PARTIAL, Remote
+from megaspec.checkpoint.remote import PARTIAL, REMOTE_FAULT_POINTS, Remote
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
@@ -146,7 +146,7 @@ def test_of_a_folder_that_was_fetched_anew_only_what_nobody_keeps_goes(store) ->
     assert store.remote.steps() == [6, 10, 12]
 
 
-@pytest.mark.parametrize("point", ["mid_remote_copy", "before_remote_delete", "mid_remote_delete"])
+@pytest.mark.parametrize("point", REMOTE_FAULT_POINTS)
 def test_a_half_is_told_from_anothers_and_goes(store, point) -> None:
     """What a kill leaves between two files, or between a manifest and its files."""
     an_earlier_start(store)
