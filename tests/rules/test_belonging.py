@@ -28,9 +28,9 @@ from megaspec.launcher.exit_file import read_exit
 from megaspec.rules.belonging import objections, run_identity
 from megaspec.rules.difference import is_free
 from megaspec.run_folder import newest_good, newest_step
+from megaspec.runtime import rank
 from megaspec.runtime.build import TrainState
 from megaspec.runtime.loop import Run
-from megaspec.runtime.rank import begin
 from megaspec.runtime.state import misfits
 from megaspec.spec import ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
@@ -293,7 +293,7 @@ def test_the_step_that_is_named_as_saved_is_a_whole_checkpoint(harm, run, tmp_pa
     assert "mine after step 4" in said.out
     assert read_exit(mine).step == newest_step(mine) == 4
     with RunLock(mine) as lock:
-        begin(mine, lock, lambda manifest: objections(manifest, spec(STEPS)))
+        rank.begin(mine, lock, lambda: rank.newest_step(mine, spec(STEPS)))
     assert read_exit(mine).step == newest_step(mine)
 
 
