@@ -18,11 +18,13 @@ def test_a_real_rank_that_works_longer_is_named_with_its_host(tmp_path, factory)
     assert (first["rank"], first["phase"], first["device"]) == (1, "forward", "cpu")
     assert first["host"]
     assert 60 < first["step"] <= 110
-    assert first["seconds"] == pytest.approx(0.02, rel=0.5)
+    # less than all of it, where it is named while some of the steps that are looked back on are from before
+    assert 0 < first["seconds"] < 0.03
     lines = read_metrics(run / "metrics.jsonl")
     paces = [line for line in lines if line["event"] == "pace"]
     assert [line["step"] for line in paces] == [50, 100]
     assert paces[1]["phases"]["forward"]["rank"] == 1
+    assert paces[1]["phases"]["forward"]["slowest"] > 0.02
 
 
 @pytest.mark.slow
