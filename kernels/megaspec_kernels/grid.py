@@ -1,10 +1,8 @@
-"""What grids of Triton kernels are made of. Triton's own functions of these names serve kernels as well, and take 2 to
-5 us of the host at each call: a step of a few layers calls them hundreds of times."""
+"""Sizes of blocks of Triton kernels.
 
-
-def cdiv(size: int, block: int) -> int:
-    """How many blocks cover a size."""
-    return -(-size // block)
+Triton's own cdiv and next_power_of_2 serve kernels as well, and take 2 to 5 us of the host at each call, of which a
+step of a few layers makes hundreds. In place of its cdiv the host takes ceil_div of core/divisors.py.
+"""
 
 
 def next_power_of_2(size: int) -> int:

@@ -12,12 +12,10 @@ from pathlib import Path
 
 from megaspec.core import regular_files
 from megaspec.core.errors import CheckpointError, WriteError
+from megaspec.core.regular_files import NO_ROOM
 
 # Errors of the machine, not of the file: nothing is known about the bytes, so nothing is put aside because of them.
 MACHINE_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE})
-
-# Errors of a disk, or of a user's share of it, that has no room.
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 

@@ -35,7 +35,6 @@ from typing import Self
 import psutil
 
 from megaspec.checkpoint.files import (
-    NO_ROOM,
     open_folder,
     pwrite_all,
     read_limited,
@@ -44,7 +43,7 @@ from megaspec.checkpoint.files import (
     write_failure,
 )
 from megaspec.core.errors import CheckpointError, RunLockedError, WriteError
-from megaspec.core.regular_files import make_folder_inside, open_inside, read_inside
+from megaspec.core.regular_files import NO_ROOM, make_folder_inside, open_inside, read_inside
 
 LOCK_FOLDER = "lock"
 SPARE = "spare"

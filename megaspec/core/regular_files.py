@@ -12,6 +12,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path, PurePath
 from typing import Any
 
+# Errors of a disk, or of a user's share of it, that is full.
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _TEXTS = {
     errno.ELOOP: "is a link, and links are not followed here",

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import WriteError
-from megaspec.core.regular_files import write_beside
+from megaspec.core.regular_files import NO_ROOM, write_beside
 
 
 def write_error(path: str | Path, error: OSError, need: int | None = None) -> WriteError:
     """The error for a failed write: path, cause, and for a full disk what is needed and what is free."""
     text = f"{path}: can't be written: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in NO_ROOM | {errno.EFBIG}:
         if need is not None:
             text += f", need {need} bytes"
         text += f", free {_free_bytes(Path(path))} bytes; make room or choose another folder"
@@ -42,7 +42,7 @@ def write_atomically(path: Path, chunks: Iterable[Any], *, need: int | None = No
 def is_no_room(error: WriteError) -> bool:
     """Whether a write failed since the disk, or the user's share of it, is full."""
     cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(cause, OSError) and cause.errno in NO_ROOM
 
 
 def write_text(path: Path, text: str) -> None:

@@ -19,6 +19,8 @@ from functools import cached_property, lru_cache
 from math import lcm, prod
 from typing import NamedTuple
 
+from megaspec.core.divisors import ceil_div
+
 Shape = tuple[int, ...]
 # Elements: every parameter starts on a 128-byte line, in two-byte formats too.
 _LINE = 64
@@ -59,7 +61,7 @@ class Places:
         for name, shape in self.shapes.items():
             begin = self.starts[name]
             end = begin + prod(shape)
-            for index in range(begin // self.shard, -(-end // self.shard)):
+            for index in range(begin // self.shard, ceil_div(end, self.shard)):
                 found[index] += min(end, (index + 1) * self.shard) - max(begin, index * self.shard)
         return tuple(found)
 
@@ -136,7 +138,7 @@ def _placed(shapes: tuple[Shape, ...], shards: int) -> _Placed:
     if shards > 1:
         step = lcm(line, _rows(shapes))
     needed = sum(map(prod, shapes))
-    shard = _up(-(-needed // shards), step)
+    shard = _up(ceil_div(needed, shards), step)
     # padding between parameters may take more than is left: a larger shard has room for it
     while True:
         starts = []
@@ -168,4 +170,4 @@ def _line(shapes: tuple[Shape, ...], shards: int) -> int:
 
 
 def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+    return ceil_div(n, multiple) * multiple

@@ -274,11 +274,6 @@ def newest_step(run_dir: Path, spec: Spec) -> int:
     return newest_anywhere(run_dir, spec.checkpoint.fallback_dir, partial(objections, run=spec)) or 0
 
 
-def no_step() -> int:
-    """Nothing was saved."""
-    return 0
-
-
 def begin(run_dir: Path, lock: RunLock | None, newest: Callable[[], int]) -> int:
     """Rank 0: says in the run folder that a start is under way. -> the lock's token, by which all ranks know it."""
     assert lock is not None, "rank 0 without the run's lock"
@@ -292,7 +287,7 @@ class Ending:
     Nothing is written once the `lock` went to another job. `newest`: the newest step that is saved.
     """
 
-    def __init__(self, lock: RunLock, rank: int, newest: Callable[[], int] = no_step):
+    def __init__(self, lock: RunLock, rank: int, newest: Callable[[], int]):
         self._lock = lock
         self._rank = rank
         self._newest = newest

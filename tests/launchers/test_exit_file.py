@@ -72,9 +72,9 @@ def test_a_start_of_several_ranks_counts_as_one_failure(tmp_path):
 def ends(lock, rank, error):
     """A rank ends with an error, or well with None."""
     if error is None:
-        with Ending(lock, rank):
+        with Ending(lock, rank, lambda: 0):
             return
-    with pytest.raises(type(error)), Ending(lock, rank):
+    with pytest.raises(type(error)), Ending(lock, rank, lambda: 0):
         raise error
 
 

@@ -5,7 +5,8 @@
 import torch
 from torch import Tensor
 
-from megaspec_kernels.grid import cdiv, next_power_of_2
+from megaspec.core.divisors import ceil_div
+from megaspec_kernels.grid import next_power_of_2
 
 try:
     import triton
@@ -63,7 +64,7 @@ def merge(out_BTNH: Tensor, lse_BNT: Tensor, new_BTNH: Tensor, new_lse_BNT: Tens
     new_BTNH = _dense(new_BTNH)
     rows, sizes, b_r, b_h = _divided(out_BTNH, new_BTNH)
     if rows:
-        merge_kernel[(cdiv(rows, b_r),)](
+        merge_kernel[(ceil_div(rows, b_r),)](
             out_BTNH, lse_BNT, new_BTNH, new_lse_BNT, rows, *sizes,
             *out_BTNH.stride()[:3], *lse_BNT.stride(), *new_BTNH.stride()[:3], *new_lse_BNT.stride(),
             b_r, b_h, num_warps=WARPS,
@@ -77,7 +78,7 @@ def add(total_BTNH: Tensor, new_BTNH: Tensor) -> None:
     new_BTNH = _dense(new_BTNH)
     rows, sizes, b_r, b_h = _divided(total_BTNH, new_BTNH)
     if rows:
-        add_kernel[(cdiv(rows, b_r),)](
+        add_kernel[(ceil_div(rows, b_r),)](
             total_BTNH, new_BTNH, rows, *sizes, *total_BTNH.stride()[:3], *new_BTNH.stride()[:3],
             b_r, b_h, num_warps=WARPS,
         )  # fmt: skip

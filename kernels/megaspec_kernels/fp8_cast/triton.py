@@ -15,9 +15,10 @@ formats and sizes, an element at a time.
 import torch
 from torch import Tensor
 
+from megaspec.core.divisors import ceil_div
 from megaspec_kernels.fp8_cast.formats import LARGEST, Block, scale_shape, sizes_of
 from megaspec_kernels.fp8_cast.tiles import BEST, Tile
-from megaspec_kernels.grid import cdiv, next_power_of_2
+from megaspec_kernels.grid import next_power_of_2
 
 try:
     import triton
@@ -437,7 +438,7 @@ def _largest(x_MK: Tensor, *, block: Block, exponent: int) -> Tensor:
     x_MK = x_MK.contiguous()
     if block == (None, None) and x_MK.dtype == torch.bfloat16 and x_MK.numel() % 2 == 0 and x_MK.data_ptr() % 4 == 0:
         count = x_MK.numel() // 2
-        programs = cdiv(count, PAIRS)
+        programs = ceil_div(count, PAIRS)
         bits = torch.empty(programs, dtype=torch.int32, device=x_MK.device)
         amax_of_pairs_kernel[(programs,)](
             x_MK.view(-1).view(torch.int32), bits, count, PAIRS, count % PAIRS == 0, num_warps=WARPS
@@ -445,7 +446,7 @@ def _largest(x_MK: Tensor, *, block: Block, exponent: int) -> Tensor:
         return _finish(bits, (1, 1), strides=(0, 1), parts=programs, exponent=exponent)
     by_row = rows == 1
     by_column = columns == 1 and not by_row
-    tiles = (cdiv(M, TILE), cdiv(K, TILE))
+    tiles = (ceil_div(M, TILE), ceil_div(K, TILE))
     shape = tiles
     if by_row:
         shape = (M, tiles[1])
@@ -472,7 +473,7 @@ def _finish(bits: Tensor, shape: tuple[int, int], *, strides: tuple[int, int], p
     b_part = min(PARTS, next_power_of_2(parts))
     b_out = min(max(1, PARTS // b_part), next_power_of_2(outputs))
     out = torch.empty(shape, dtype=torch.int32, device=bits.device)
-    finish_kernel[(cdiv(outputs, b_out),)](
+    finish_kernel[(ceil_div(outputs, b_out),)](
         bits, out, outputs, parts, *strides, exponent, b_out, b_part, num_warps=WARPS
     )
     return out.view(torch.float32)
@@ -525,7 +526,7 @@ def cast(
     scale_mk = scale_mk.contiguous()
     in_pairs = x_MK.dtype == torch.bfloat16 and M % 16 == 0 and K % 16 == 0 and x_MK.data_ptr() % 16 == 0
     if in_pairs and (is_whole or not records):
-        tiles = cdiv(M, tile.rows) * cdiv(K, tile.columns)
+        tiles = ceil_div(M, tile.rows) * ceil_div(K, tile.columns)
         pairs_kernel[(tiles,)](
             x_MK.view(torch.int32),
             scale_mk,
@@ -548,7 +549,7 @@ def cast(
             maxnreg=tile.registers,
         )
         return by_rows, by_columns
-    cast_kernel[(cdiv(M, SMALL_TILE), cdiv(K, SMALL_TILE))](
+    cast_kernel[(ceil_div(M, SMALL_TILE), ceil_div(K, SMALL_TILE))](
         x_MK,
         scale_mk,
         some_rows.view(torch.uint8),
@@ -574,7 +575,7 @@ def columns(x_MK: Tensor, *, tile: Tile = BEST) -> Tensor:
     if M % 16 or K % 16 or x_MK.data_ptr() % 16:
         # no product in fp8 takes such a side
         return x_MK.view(torch.uint8).t().contiguous().view(x_MK.dtype)
-    tiles = cdiv(M, tile.rows) * cdiv(K, tile.columns)
+    tiles = ceil_div(M, tile.rows) * ceil_div(K, tile.columns)
     columns_kernel[(tiles,)](
         x_MK.view(torch.int16),
         out.view(torch.int32),

@@ -9,11 +9,12 @@ rows on the way, so that what experts take is never there in the model's format.
 import torch
 from torch import Tensor
 
+from megaspec.core.divisors import ceil_div
 from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.fp8_cast.padding import UNIT, padded_rows
 from megaspec_kernels.fp8_cast.tile import format_constants
 from megaspec_kernels.fp8_cast.tiles import BEST, Tile
-from megaspec_kernels.grid import cdiv, next_power_of_2
+from megaspec_kernels.grid import next_power_of_2
 
 try:
     import triton
@@ -385,7 +386,7 @@ def groups(ends_E: Tensor, rows: int) -> Groups:
         block = next_power_of_2(E)
         b_u = max(1, UNITS_AND_GROUPS // block)
         # a program at least, for the ends of the groups
-        programs = max(1, cdiv(U, b_u))
+        programs = max(1, ceil_div(U, b_u))
         groups_kernel[(programs,)](
             ends_E.contiguous(), padded, first, last, group, rows, U, E, unit=UNIT, block=block, b_u=b_u
         )
@@ -401,7 +402,7 @@ def group_amax(x_RI: Tensor, ends_E: Tensor, *, by_column: bool = False) -> Tens
         return bits.view(torch.float32)
     x_RI = x_RI.contiguous()
     if by_column:
-        grid = (E, cdiv(I, AMAX_TILE), AMAX_PROGRAMS)
+        grid = (E, ceil_div(I, AMAX_TILE), AMAX_PROGRAMS)
         group_column_amax_kernel[grid](x_RI, ends_E, bits, I, AMAX_ROWS, AMAX_TILE, num_warps=4)
         return bits.view(torch.float32)
     in_pairs = x_RI.dtype == torch.bfloat16 and I % 2 == 0 and x_RI.data_ptr() % 4 == 0
@@ -410,7 +411,7 @@ def group_amax(x_RI: Tensor, ends_E: Tensor, *, by_column: bool = False) -> Tens
         x_RI = x_RI.view(torch.int32)
         per_read = 2
     size = AMAX_ELEMENTS // per_read
-    group_amax_kernel[(cdiv(x_RI.numel(), size),)](
+    group_amax_kernel[(ceil_div(x_RI.numel(), size),)](
         x_RI,
         ends_E,
         bits,
@@ -479,7 +480,7 @@ def group_cast(
     # a scale for all has no steps
     group_stride = scale.shape[1] if scale.shape[0] > 1 else 0
     if x.dtype == torch.bfloat16 and I % 16 == 0 and x.data_ptr() % 16 == 0:
-        tiles = cdiv(P, tile.rows) * cdiv(I, tile.columns)
+        tiles = ceil_div(P, tile.rows) * ceil_div(I, tile.columns)
         group_pairs_kernel[(tiles,)](
             x.view(torch.int32),
             *places,
@@ -501,7 +502,7 @@ def group_cast(
             num_warps=tile.warps,
         )
         return by_rows, by_columns
-    group_cast_kernel[(cdiv(P, SMALL_TILE), cdiv(I, SMALL_TILE))](
+    group_cast_kernel[(ceil_div(P, SMALL_TILE), ceil_div(I, SMALL_TILE))](
         x,
         *places,
         some_rows.view(torch.uint8),

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megaspec.core.divisors import ceil_div
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
 from megaspec_kernels.gated.form import GatedForm, decoded
-from megaspec_kernels.grid import cdiv
 from megaspec_kernels.operation import fake_of, operation
 
 try:
@@ -464,7 +464,7 @@ if triton is not None:
 
 
 def _grid(M: int, F: int) -> tuple[int, int]:
-    return M, cdiv(F, BLOCK)
+    return M, ceil_div(F, BLOCK)
 
 
 @operation("megaspec::gated_forward")
@@ -586,7 +586,7 @@ def _write(
         in_pairs = in_pairs and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0
     if in_pairs:
         tile = kernels.tile
-        kernels.of_pairs[(cdiv(M, tile.rows), cdiv(F, tile.features))](
+        kernels.of_pairs[(ceil_div(M, tile.rows), ceil_div(F, tile.features))](
             *(x.view(torch.int32) for x in inputs),
             written.rows.view(torch.int16),
             written.columns.view(torch.int32),
@@ -604,7 +604,7 @@ def _write(
         )
         return
     tile = SMALL_TILE
-    kernels.of_elements[(cdiv(M, tile.rows), cdiv(F, tile.features))](
+    kernels.of_elements[(ceil_div(M, tile.rows), ceil_div(F, tile.features))](
         *inputs,
         written.rows.view(torch.uint8),
         written.columns.view(torch.uint8),

@@ -13,6 +13,7 @@ part, and the parts are added in one order.
 import torch
 from torch import Tensor
 
+from megaspec.core.divisors import ceil_div
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.fp8_cast.padding import UNIT
@@ -20,7 +21,6 @@ from megaspec_kernels.fp8_cast.tile import Written, format_constants
 from megaspec_kernels.fp8_cast.triton_groups import group_cast
 from megaspec_kernels.gated.form import GatedForm, decoded
 from megaspec_kernels.gated.tiles import BACKWARD_TILE, FORWARD_TILE, Tile
-from megaspec_kernels.grid import cdiv
 
 try:
     import triton
@@ -467,7 +467,7 @@ def forward(gate_up_RF: Tensor, weights_R: Tensor, *, form: GatedForm) -> Tensor
     out = gate_up_RF.new_empty(R, F)
     if out.numel() and not out.is_meta:
         said = decoded(form.code)
-        weighted_fwd_kernel[(R, cdiv(F, BLOCK))](
+        weighted_fwd_kernel[(R, ceil_div(F, BLOCK))](
             gate_up_RF.contiguous(),
             weights_R,
             out,
@@ -525,7 +525,7 @@ def forward_in_fp8(
     written = _empty(gate_up_RF, groups, F, known)
     if gate_up_RF.is_meta:
         return written
-    weighted_fwd_fp8_kernel[(cdiv(groups.columns, tile.rows), cdiv(F, tile.features))](
+    weighted_fwd_fp8_kernel[(ceil_div(groups.columns, tile.rows), ceil_div(F, tile.features))](
         gate_up_RF.view(torch.int32),
         weights_R,
         *_places(groups),
@@ -566,11 +566,11 @@ def gradients_in_fp8(
     grad_RF = grad_RF.contiguous()
     gate_up_RF = gate_up_RF.contiguous()
     written = _empty(gate_up_RF, groups, 2 * F, known)
-    tiles = cdiv(F, tile.features)
+    tiles = ceil_div(F, tile.features)
     parts_TR = torch.empty(tiles, R, dtype=torch.float32, device=grad_RF.device)
     if gate_up_RF.is_meta:
         return written, parts_TR.sum(0).to(weights_R.dtype)
-    weighted_bwd_fp8_kernel[(cdiv(groups.columns, tile.rows), tiles)](
+    weighted_bwd_fp8_kernel[(ceil_div(groups.columns, tile.rows), tiles)](
         grad_RF.view(torch.int32),
         gate_up_RF.view(torch.int32),
         weights_R,

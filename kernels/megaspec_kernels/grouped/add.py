@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megaspec_kernels.grid import cdiv
+from megaspec.core.divisors import ceil_div
 
 try:
     import triton
@@ -52,4 +52,4 @@ def add_with_triton(into: Tensor, x: Tensor, *, overwrite: bool) -> None:
     """See add_; `into` in fp32."""
     size = into.numel()
     if size:
-        sum_gradients_kernel[(cdiv(size, BLOCK),)](into, x, size, overwrite, BLOCK, num_warps=WARPS)
+        sum_gradients_kernel[(ceil_div(size, BLOCK),)](into, x, size, overwrite, BLOCK, num_warps=WARPS)

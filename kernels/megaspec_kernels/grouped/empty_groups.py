@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from megaspec_kernels.grid import cdiv
+from megaspec.core.divisors import ceil_div
 
 try:
     import triton
@@ -49,6 +49,6 @@ def zero_empty_groups(out_EOI: Tensor, ends_E: Tensor) -> Tensor:
 def zero_with_triton(out_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """See zero_empty_groups."""
     size = out_EOI[0].numel()
-    grid = (len(out_EOI), min(PROGRAMS, cdiv(size, BLOCK)))
+    grid = (len(out_EOI), min(PROGRAMS, ceil_div(size, BLOCK)))
     zero_empty_kernel[grid](out_EOI, ends_E, size, BLOCK)
     return out_EOI

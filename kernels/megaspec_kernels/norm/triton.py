@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megaspec.core.divisors import ceil_div
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
-from megaspec_kernels.grid import cdiv, next_power_of_2
+from megaspec_kernels.grid import next_power_of_2
 from megaspec_kernels.norm.form import Normed, NormForm, decoded
 from megaspec_kernels.operation import fake_of, operation
 
@@ -533,7 +534,7 @@ def norm_forward(
     if x.numel() == 0:
         return total, y, statistics
     tile = tile_of(D, least=FEATURES)
-    norm_fwd_kernel[(cdiv(M, tile.rows),)](
+    norm_fwd_kernel[(ceil_div(M, tile.rows),)](
         x,
         # of what there isn't nothing is read: any address serves
         x if term is None else term.contiguous(),
@@ -602,7 +603,7 @@ def norm_backward(
     if x.numel() == 0:
         return grad_x, grad_term, grad_vectors.zero_()
     tile = tile_of(D, least=FEATURES)
-    programs = min(cdiv(M, tile.rows), PROGRAMS * _processors(x.device))
+    programs = min(ceil_div(M, tile.rows), PROGRAMS * _processors(x.device))
     partial = torch.empty(vectors, programs, D, dtype=torch.float32, device=x.device)
     norm_bwd_kernel[(programs,)](
         grad,
@@ -628,7 +629,7 @@ def norm_backward(
         num_warps=tile.warps,
     )
     if vectors:
-        norm_sums_kernel[(cdiv(D, SUMS_FEATURES), vectors)](
+        norm_sums_kernel[(ceil_div(D, SUMS_FEATURES), vectors)](
             partial, grad_vectors, programs, D, SUMS_ROWS, SUMS_FEATURES, num_warps=4
         )
     return grad_x, grad_term, grad_vectors
@@ -689,7 +690,7 @@ def norm_forward_in_fp8(
     statistics = x.new_empty(_n_statistics(code), M, dtype=torch.float32)
     written = empty_pair(x, M, D, known.dtype, columns=columns)
     tile = FP8_TILE if columns else FP8_ROWS_TILE
-    while tile.rows > 16 and cdiv(M, tile.rows) < _processors(x.device):
+    while tile.rows > 16 and ceil_div(M, tile.rows) < _processors(x.device):
         tile = tile._replace(rows=tile.rows // 2)
     features = min(tile.features, next_power_of_2(D))
     # of what there isn't nothing is read: any address serves
@@ -719,7 +720,7 @@ def norm_forward_in_fp8(
     for one in (source, weight, bias):
         in_pairs = in_pairs and one.dtype == torch.bfloat16 and one.data_ptr() % 16 == 0
     if in_pairs:
-        norm_fwd_fp8_pairs_kernel[(cdiv(M, tile.rows),)](
+        norm_fwd_fp8_pairs_kernel[(ceil_div(M, tile.rows),)](
             x,
             term,
             total,
@@ -745,7 +746,7 @@ def norm_forward_in_fp8(
             num_warps=tile.warps,
         )
         return NormInFp8(total, written, statistics)
-    norm_fwd_fp8_kernel[(cdiv(M, tile.rows),)](
+    norm_fwd_fp8_kernel[(ceil_div(M, tile.rows),)](
         x,
         term,
         weight,

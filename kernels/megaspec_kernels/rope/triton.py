@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megaspec.core.divisors import ceil_div
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
-from megaspec_kernels.grid import cdiv, next_power_of_2
+from megaspec_kernels.grid import next_power_of_2
 from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.rope.form import Heads, Turned, values_of
 
@@ -492,7 +493,7 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int,
     angles = _angles(cos, sin, B, T)
     block = _half_block(heads)
     rows = max(1, BLOCK // block)
-    rope_fwd_kernel[(cdiv(M, rows), _units(heads, angles.d_rotary, values=False))](
+    rope_fwd_kernel[(ceil_div(M, rows), _units(heads, angles.d_rotary, values=False))](
         qkv.contiguous(),
         q,
         k,
@@ -565,7 +566,7 @@ def rope_backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, s
     angles = _angles(cos, sin, B, T)
     block = _half_block(heads)
     rows = max(1, BLOCK // block)
-    rope_bwd_kernel[(cdiv(M, rows), _units(heads, angles.d_rotary, values=True))](
+    rope_bwd_kernel[(ceil_div(M, rows), _units(heads, angles.d_rotary, values=True))](
         *lying.grads,
         out,
         angles.cos,
@@ -617,7 +618,7 @@ def rope_backward_in_fp8(
     if in_pairs and lying.per == 8 and grad_q.dtype == torch.bfloat16:
         tile = TILES[block]
         is_even = M % tile.rows == 0 and angles.d_rotary == heads.size == 2 * block
-        rope_bwd_fp8_pairs_kernel[(cdiv(M, tile.rows), units)](
+        rope_bwd_fp8_pairs_kernel[(ceil_div(M, tile.rows), units)](
             *(grad.view(torch.int32) for grad in lying.grads),
             written.rows.view(torch.int16),
             written.columns.view(torch.int32),
@@ -643,7 +644,7 @@ def rope_backward_in_fp8(
         )
         return written
     rows = max(16, min(64, SMALL_BLOCK // block))
-    rope_bwd_fp8_kernel[(cdiv(M, rows), units)](
+    rope_bwd_fp8_kernel[(ceil_div(M, rows), units)](
         *lying.grads,
         written.rows.view(torch.uint8),
         written.columns.view(torch.uint8),

@@ -5,7 +5,8 @@
 import torch
 from torch import Tensor
 
-from megaspec_kernels.grid import cdiv, next_power_of_2
+from megaspec.core.divisors import ceil_div
+from megaspec_kernels.grid import next_power_of_2
 
 try:
     import triton
@@ -57,7 +58,7 @@ def unpermute(y_RD: Tensor, place_Mk: Tensor, kept_Mk: Tensor | None) -> Tensor:
     kept_bytes = place_Mk
     if kept_Mk is not None:
         kept_bytes = kept_Mk.contiguous().view(torch.uint8)
-    unpermute_kernel[(M, cdiv(D, block))](
+    unpermute_kernel[(M, ceil_div(D, block))](
         y_RD.contiguous(),
         place_Mk,
         kept_bytes,
