@@ -295,7 +295,8 @@ def works_of(args: argparse.Namespace) -> list[Work]:
             known += tuned_works(sequences, top=args.top, skip=args.skip)
     unknown = set(asked) - {work.row for work in known}
     if unknown:
-        raise SystemExit(f"--rows {','.join(sorted(unknown))}: no such row")
+        every = {*ROWS, *(work.row for work in known), *(f"tune{sequences}" for sequences in TUNED)}
+        raise SystemExit(f"--rows {','.join(sorted(unknown))}: no such row; there are {', '.join(sorted(every))}")
     found = []
     for row in dict.fromkeys(asked):
         for work in known:
