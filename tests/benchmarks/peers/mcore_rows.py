@@ -16,7 +16,7 @@ overlapped`, what Megatron-LM takes for interleaved schedules) each message is a
 that is bound to a device such calls go one after the other on the pipeline's one communicator; on one that is not,
 torch makes a communicator for each pair of ranks when the pair first sends. Megatron-LM's own test of pp 4 with two
 chunks hung there, in nine runs of nine (NVIDIA/Megatron-LM#5240), which is put down to that: who makes a communicator
-waits for the other rank and for the GPU, while GPUs wait for messages. The order of messages is probably not it: as four
+waits for the other rank and for the GPU, while GPUs wait for messages. The order of messages is likely not it: as four
 ranks of a CPU post them, with two and four chunks, they end with one queue a rank and with one a pair. So overlapped
 messages get a process group that is bound to no device, and pairs of stages send once, in one order, before the first
 step (`connect_stages`): a precaution that NCCL has not been asked about yet.
