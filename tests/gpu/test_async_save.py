@@ -81,6 +81,8 @@ def test_a_writer_that_is_killed_on_a_gpu_rank(tmp_path):
     device = torch.device("cuda", 0)
     saver = saver_in(tmp_path)
     state = [torch.full((ELEMENTS,), 7.0, device=device)]
+    saver.prepare([SavedPiece("model/0", tuple(state[0].shape), (0,), state[0])])
+    assert saver.writer.pid is not None
     save(saver, 7, state)
     os.kill(saver.writer.pid, signal.SIGKILL)
     state[0].zero_()
