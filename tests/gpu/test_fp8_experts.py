@@ -27,11 +27,12 @@ def test_a_small_mixture_learns_as_in_bf16(recipe: str, compile: str) -> None:
     """Experts through torch's scaled grouped products: routers, unequal numbers of tokens, the compiled activation."""
     plain = losses({"kind": "bf16"}, compile=compile, moe=EXPERTS)
     found = losses(fp8(recipe), compile=compile, moe=EXPERTS)
-    # the first step differs by rounding alone, the next ones by what follows from it (on a CPU by 1.1 % at most); what
-    # learns by heart then goes ways of its own
+    # The first step differs by rounding alone, the next ones by what follows from it: 0.5 % at most in the third step
+    # on an H100, where bf16 compiled and not differ by 0.4 %. What learns by heart then goes ways of its own: one step
+    # later bf16 differs from itself by 1.0 %, and fp8 from itself, on another GPU, by 1.5 %.
     assert found[0] == pytest.approx(plain[0], rel=5e-3)
     assert found[0] != plain[0]
-    assert found[3] == pytest.approx(plain[3], rel=3e-2)
+    assert found[2] == pytest.approx(plain[2], rel=1.5e-2)
     assert found[-1] < 0.65 * found[0]
 
 
