@@ -5,8 +5,13 @@ from dataclasses import dataclass
 
 from megaspec.cli import parse
 from megaspec.commands.tune import find, layout_of
+from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.target import Target
+from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from megaspec.search.tune import Candidate
 from megaspec_kernels.catalog import CATALOG
+from tests.benchmarks import bench_layouts, bench_train
 
 # Attention that computes what documents hide, or is no kernel at all.
 _NO_KERNELS = ("reference",)
@@ -102,13 +107,18 @@ def packed_works(row: str, name: str, words: tuple[str, ...], *, quick: bool) ->
 
 # Llama-3-8B over four GPUs: 8 sequences of 8,192 tokens a step.
 FOUR = 4
+# Where the peer's layers are divided; versions are those that rows are measured with.
+_FOUR_H200 = Target(
+    gpus=FOUR,
+    gpu="NVIDIA H200",
+    sm=90,
+    gpu_memory=HARDWARE["H200"].memory,
+    cores=64,
+    versions={"torch": "2.11.0", "triton": "3.6.0"},
+)
 _EIGHT = ("--model", "llama8b", "--sequences", "8")
 _EIGHT_OF_MCORE = ("--model", "llama8b", "--accum", "8")
 _STAGES_OF_MCORE = (*_EIGHT_OF_MCORE, "--pp", "4")
-# 32 layers divided by time, as of 2026-11-22; Megatron-core has the same words.
-_BY_TIME = "Et*8|t*9|t*9|t*6L"
-_BY_TIME_IN_CHUNKS = "Ett|ttt|ttt|(tt|)*12L"
-_DIVIDED_FIRST = {"interleaved, 4 chunks": _BY_TIME_IN_CHUNKS, "zb_v": "Et*4|t*5|t*5|(t*4|)*4ttL"}
 # label -> the schedule, as a layout says it
 SCHEDULES = {
     "1f1b": "pipeline.schedule=1f1b",
@@ -141,20 +151,15 @@ def four_gpu_works() -> Iterator[Work]:
 
 
 def pipelines() -> Work:
-    """Five schedules over equal stages beside the peer's, and four divided by time: as the plan does, and for chunks as
-    it did when they were measured first."""
+    """Five schedules over equal stages beside the peer's, and divided as the plan does."""
     runs = []
     for label, schedule in SCHEDULES.items():
         is_repeated = label in ("1f1b", "interleaved, 4 chunks")
         runs.append(layout(label, f"pp=4 {schedule}", _EIGHT, beside=_SAME.get(label, ""), is_repeated=is_repeated))
-    for label in ("1f1b", "zb_h1"):
-        text = f"pp=4 {SCHEDULES[label]} pipeline.layout=auto"
-        runs.append(layout(f"{label}, by time", text, _EIGHT, beside=_SAME.get(label, ""), is_repeated=False))
-    for label, division in _DIVIDED_FIRST.items():
-        text = f"pp=4 {SCHEDULES[label]} pipeline.layout={division}"
-        is_repeated = label == "zb_v"
+    for label, schedule in SCHEDULES.items():
+        text = f"pp=4 {schedule} pipeline.layout=auto"
         beside = _SAME.get(label, "")
-        runs.append(layout(f"{label}, {division}", text, _EIGHT, beside=beside, is_repeated=is_repeated))
+        runs.append(layout(f"{label}, by time", text, _EIGHT, beside=beside, is_repeated=label == "zb_v"))
     runs.append(mcore("1F1B", *_STAGES_OF_MCORE))
     for chunks in (2, 4):
         words = (*_STAGES_OF_MCORE, "--chunks", str(chunks), "--p2p", "overlapped")
@@ -163,21 +168,34 @@ def pipelines() -> Work:
 
 
 def more_pipelines() -> Work:
-    """The plan's own division of chunks, and the peer divided by time, which it has words for, too; its interleaved
-    schedule with batched messages."""
+    """The peer divided by time, which it has words for, too, beside ours, and its interleaved schedule with batched
+    messages."""
     runs = []
-    beside = {"interleaved, 4 chunks": "mcore+TE interleaved, 4 chunks, by time"}
-    for label in ("interleaved, 2 chunks", "interleaved, 4 chunks", "zb_v"):
+    beside = {
+        "1f1b": "mcore+TE 1F1B, by time",
+        "interleaved, 4 chunks": "mcore+TE interleaved, 4 chunks, by time",
+    }
+    for label, peer in beside.items():
         text = f"pp=4 {SCHEDULES[label]} pipeline.layout=auto"
-        is_repeated = label == "interleaved, 4 chunks"
-        found = layout(f"{label}, by time", text, _EIGHT, beside=beside.get(label, ""), is_repeated=is_repeated)
-        runs.append(found)
+        runs.append(layout(f"{label}, by time", text, _EIGHT, beside=peer))
     in_chunks = ("--chunks", "4", "--p2p")
-    runs.append(mcore("1F1B, by time", *_STAGES_OF_MCORE, "--stages", _BY_TIME))
-    by_time = ("--stages", _BY_TIME_IN_CHUNKS)
+    by_time = ("--stages", planned_stages(SCHEDULES["1f1b"]))
+    runs.append(mcore("1F1B, by time", *_STAGES_OF_MCORE, *by_time))
+    by_time = ("--stages", planned_stages(SCHEDULES["interleaved, 4 chunks"]))
     runs.append(mcore("interleaved, 4 chunks, by time", *_STAGES_OF_MCORE, *in_chunks, "overlapped", *by_time))
     runs.append(mcore("interleaved, 4 chunks, batched", *_STAGES_OF_MCORE, *in_chunks, "batched"))
     return Work("pipelines_more", "8B, pp 4, more divisions", tuple(runs), FOUR, 2, 5)
+
+
+def planned_stages(schedule: str) -> str:
+    """What each stage holds where the plan divides the layers, in the words that Megatron-core has as well."""
+    text = f"pp=4 {schedule} pipeline.layout=auto"
+    args = bench_layouts.parser().parse_args([*_EIGHT, text])
+    recipe = bench_train.recipe_of(bench_layouts.arguments(text, args, FOUR), FOUR)
+    spec = resolve(recipe, _FOUR_H200, Facts(run_dir="-"))
+    stages = spec.parallelism.pipeline.layout
+    assert stages is not None, text
+    return stages
 
 
 def context_parallel() -> Work:

@@ -148,11 +148,15 @@ def sequences_of(work):
     return sequences
 
 
-def test_the_peer_has_the_best_division_that_ours_has():
-    divided = {run.layout.partition("pipeline.layout=")[2] for run in rows.pipelines().runs if run.layout}
-    for run in rows.more_pipelines().runs:
-        if "--stages" in run.words and "--chunks" in run.words:
-            assert run.words[run.words.index("--stages") + 1] in divided
+def test_the_peer_has_the_division_that_ours_has():
+    (work,) = [one for one in WORKS_OF_FOUR if one.row == "pipelines_more"]
+    found = {}
+    for run in work.runs:
+        if run.side == "ours":
+            found[run.beside] = spec_of(run)[0].parallelism.pipeline.layout
+        elif "--stages" in run.words:
+            assert run.words[run.words.index("--stages") + 1] == found.pop(run.label)
+    assert found == {}
 
 
 def test_what_tune_names_is_what_is_measured():
