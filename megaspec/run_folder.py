@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 from megaspec.checkpoint.examine import Inspect, examine
-from megaspec.checkpoint.fallback import candidates_anywhere, newest_anywhere
+from megaspec.checkpoint.fallback import candidates_anywhere, newest_anywhere, path_of_step, saved_anywhere
 from megaspec.checkpoint.files import sync_folder
-from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, CandidateFolder, candidates, step_name
+from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, CandidateFolder, step_name
 from megaspec.checkpoint.format import FORMAT_VERSION, MANIFEST, Manifest
 from megaspec.checkpoint.lock import LOCK_FOLDER, RunLock
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
@@ -55,7 +55,14 @@ from megaspec.plan.predict import predict
 from megaspec.plugins import demand
 from megaspec.profiling.spec import PROFILES
 from megaspec.recipe import Recipe
-from megaspec.rules.belonging import began_as_fork, fork_again, holds_weights_alone, last_of_weights, objections
+from megaspec.rules.belonging import (
+    began_as_fork,
+    fork_again,
+    holds_weights_alone,
+    last_of_weights,
+    objections,
+    other_place,
+)
 from megaspec.spec import Spec
 from megaspec_kernels.gone import GoneKernel, gone_kernels, without_gone
 
@@ -330,6 +337,24 @@ def newest_step(folder: Path) -> int:
     return newest_anywhere(folder, spec.checkpoint.fallback_dir, own_checkpoint(spec)) or 0
 
 
+def saved_steps(run: SavedRun) -> list[int]:
+    """Steps of a run's checkpoints, wherever they were saved, ascending; nothing is verified. CheckpointError: there is
+    none."""
+    saved = saved_anywhere(run.folder, other_place(run.spec))
+    if not saved.candidates:
+        saved.refuse_unseen_newest()
+        text = f"{run.folder}: no checkpoint was saved there yet; megaspec resume {run.folder} trains it"
+        raise CheckpointError(text)
+    return saved.steps
+
+
+def refuse_no_checkpoint(run: SavedRun, step: int | None) -> None:
+    """CheckpointError: a run has no checkpoint, or none of that step. Asked before ranks start; nothing is verified."""
+    saved_steps(run)
+    if step is not None:
+        path_of_step(run.folder, other_place(run.spec), step)
+
+
 def has_ended_well(folder: Path) -> bool:
     """Whether the last start of a run ended with all its steps done, all its sinks and samples written."""
     last = read_exit(folder)
@@ -343,11 +368,19 @@ def saved_in_words(folder: Path) -> str:
     them.
     """
     step = newest_step(folder)
-    if step == 0 and not candidates(folder / CHECKPOINTS):
+    if step == 0 and not _has_saved(folder):
         return f"no step was saved yet; megaspec resume {folder} goes on"
     if step == 0:
         return f"no good checkpoint is left; megaspec checkpoint verify {folder} says why"
     return f"step {step} is saved; megaspec resume {folder} goes on"
+
+
+def _has_saved(folder: Path) -> bool:
+    """Whether there is a checkpoint of a run, whole or not."""
+    fallback_dir = None
+    if is_run(folder):
+        fallback_dir = read_run(folder, allows_gone=True).spec.checkpoint.fallback_dir
+    return bool(saved_anywhere(folder, fallback_dir).candidates)
 
 
 def refuse_lost_fork(folder: Path, run: Spec) -> None:
@@ -373,9 +406,13 @@ class GoodCheckpoint:
 
 
 def newest_good(source: Path, run: Spec) -> GoodCheckpoint:
-    """The newest good checkpoint of a run, wherever it was saved, for a fork. CheckpointError: there is none."""
-    damage: list[str] = []
-    for candidate in candidates_anywhere(source, run.checkpoint.fallback_dir):
+    """The newest good checkpoint of a run, wherever it was saved, for a fork. CheckpointError: there is none, or a
+    place of them can't be listed."""
+    saved = saved_anywhere(source, run.checkpoint.fallback_dir)
+    for error in saved.unlisted:
+        raise error
+    damage = saved.unseen
+    for candidate in saved.candidates:
         manifest, problems = examine(candidate.path, candidate.step, deep=True, inspect=own_checkpoint(run))
         if manifest is not None and not problems:
             return GoodCheckpoint(candidate, manifest, tuple(damage))
