@@ -36,6 +36,13 @@ def fallback_folder(fallback_dir: str, run_dir: Path) -> Path:
     return Path(fallback_dir) / f"{run_dir.name}-{place}"
 
 
+def file_elsewhere(fallback_dir: str | None, run_dir: Path, name: str) -> Path | None:
+    """A file of a run in the other place, where its own disk has no room for it; None: there is no other place."""
+    if fallback_dir is None:
+        return None
+    return fallback_folder(fallback_dir, run_dir) / name
+
+
 def note(run_dir: Path, path: Path) -> None:
     """Keeps in the run folder where its newest checkpoint is; a disk without room for a line does without."""
     with contextlib.suppress(OSError):
