@@ -38,6 +38,7 @@ from megaspec.core.frozen import AUTO
 from megaspec.core.problems import one_of, show
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import is_no_room, publish, write_atomically, write_error
+from megaspec.data.kept_room import ROOM, keep_room, write_into_room
 from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target
 from megaspec.hf.companions import FOLDER as TOKENIZER_FOLDER
@@ -70,7 +71,7 @@ RECIPE, TARGET, SPEC = "recipe.json", "target.json", "spec.json"
 # Stands in a fork's folder while it is made: {"source": folder of the run that it is from, "step": of its checkpoint}.
 FORKING = "forking.json"
 # What may be there before spec.json makes it a run: what an interrupted `train` leaves, and who may use which devices.
-_UNFINISHED = ("lock", RECIPE, TARGET, PREDICTION, TOKENIZER_FOLDER, DEVICES)
+_UNFINISHED = ("lock", RECIPE, TARGET, PREDICTION, TOKENIZER_FOLDER, DEVICES, ROOM)
 # What a supervisor, and who looks after its machine, keep beside it.
 SUPERVISED = (ATTEMPTS, AVOIDED, DEVICES, SUSPECTS)
 LOGS = "logs"
@@ -133,7 +134,7 @@ def refuse_links(folder: Path) -> None:
     """
     files = (SPEC, RECIPE, TARGET, PREDICTION, ENVIRONMENT, METRICS, EXIT_FILE, REMOTE_RUNS, *SUPERVISED)
     checkpoints = (CHECKPOINTS, f"{CHECKPOINTS}/{QUARANTINE}")
-    folders = (*checkpoints, LOCK_FOLDER, LOGS, PROFILES, TENSORBOARD, TOKENIZER_FOLDER, *SERVICE_FOLDERS)
+    folders = (*checkpoints, LOCK_FOLDER, LOGS, PROFILES, ROOM, TENSORBOARD, TOKENIZER_FOLDER, *SERVICE_FOLDERS)
     try:
         check_kinds(folder, files=files, folders=folders)
         if (folder / LOGS).is_dir():
@@ -182,7 +183,8 @@ def write_run(folder: Path, recipe: Recipe, target: Target, spec: Spec) -> None:
 
     One that says the same already stays as it is: a run that starts again on a full disk writes nothing anew. What was
     found of the machine and predicted from it may differ a little in every start; where a run goes on unchanged and
-    there is no room for these two, that is told, and those of an earlier start stay.
+    there is no room for these two, that is told, and those of an earlier start stay. A run that saves elsewhere when
+    its disk is full keeps room here to change as well: for another layout, on the devices that are left.
     """
     texts = {}
     for name, content in ((RECIPE, recipe), (TARGET, target), (PREDICTION, predict(spec, target)), (SPEC, spec)):
@@ -192,13 +194,15 @@ def write_run(folder: Path, recipe: Recipe, target: Target, spec: Spec) -> None:
         if _says(folder, name, text):
             continue
         try:
-            write_atomically(folder / name, [text])
+            write_into_room(folder, name, text)
         except WriteError as error:
             may_stay = name in (TARGET, PREDICTION) and goes_on and os.path.lexists(folder / name)
             if not may_stay or not is_no_room(error):
                 raise
             told = f"megaspec: {error}; that of an earlier start stays, and the run goes on"
             print(printable(told), file=sys.stderr, flush=True)
+    if other_place(spec) is not None:
+        keep_room(folder, texts)
 
 
 def _says(folder: Path, name: str, text: bytes) -> bool:
