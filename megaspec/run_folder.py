@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 from megaspec.checkpoint.examine import Inspect, examine
-from megaspec.checkpoint.fallback import candidates_anywhere, newest_anywhere
+from megaspec.checkpoint.fallback import candidates_anywhere, newest_anywhere, path_of_step, saved_anywhere
 from megaspec.checkpoint.files import sync_folder
-from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, CandidateFolder, candidates, step_name
+from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, CandidateFolder, step_name
 from megaspec.checkpoint.format import FORMAT_VERSION, MANIFEST, Manifest
 from megaspec.checkpoint.lock import LOCK_FOLDER, RunLock
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
@@ -38,6 +38,7 @@ from megaspec.core.frozen import AUTO
 from megaspec.core.problems import one_of, show
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import is_no_room, publish, write_atomically, write_error
+from megaspec.data.kept_room import ROOM, keep_room, write_into_room
 from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target
 from megaspec.hf.companions import FOLDER as TOKENIZER_FOLDER
@@ -55,7 +56,14 @@ from megaspec.plan.predict import predict
 from megaspec.plugins import demand
 from megaspec.profiling.spec import PROFILES
 from megaspec.recipe import Recipe
-from megaspec.rules.belonging import began_as_fork, fork_again, holds_weights_alone, last_of_weights, objections
+from megaspec.rules.belonging import (
+    began_as_fork,
+    fork_again,
+    holds_weights_alone,
+    last_of_weights,
+    objections,
+    other_place,
+)
 from megaspec.spec import Spec
 from megaspec_kernels.gone import GoneKernel, gone_kernels, without_gone
 
@@ -63,7 +71,7 @@ RECIPE, TARGET, SPEC = "recipe.json", "target.json", "spec.json"
 # Stands in a fork's folder while it is made: {"source": folder of the run that it is from, "step": of its checkpoint}.
 FORKING = "forking.json"
 # What may be there before spec.json makes it a run: what an interrupted `train` leaves, and who may use which devices.
-_UNFINISHED = ("lock", RECIPE, TARGET, PREDICTION, TOKENIZER_FOLDER, DEVICES)
+_UNFINISHED = ("lock", RECIPE, TARGET, PREDICTION, TOKENIZER_FOLDER, DEVICES, ROOM)
 # What a supervisor, and who looks after its machine, keep beside it.
 SUPERVISED = (ATTEMPTS, AVOIDED, DEVICES, SUSPECTS)
 LOGS = "logs"
@@ -126,7 +134,7 @@ def refuse_links(folder: Path) -> None:
     """
     files = (SPEC, RECIPE, TARGET, PREDICTION, ENVIRONMENT, METRICS, EXIT_FILE, REMOTE_RUNS, *SUPERVISED)
     checkpoints = (CHECKPOINTS, f"{CHECKPOINTS}/{QUARANTINE}")
-    folders = (*checkpoints, LOCK_FOLDER, LOGS, PROFILES, TENSORBOARD, TOKENIZER_FOLDER, *SERVICE_FOLDERS)
+    folders = (*checkpoints, LOCK_FOLDER, LOGS, PROFILES, ROOM, TENSORBOARD, TOKENIZER_FOLDER, *SERVICE_FOLDERS)
     try:
         check_kinds(folder, files=files, folders=folders)
         if (folder / LOGS).is_dir():
@@ -175,7 +183,8 @@ def write_run(folder: Path, recipe: Recipe, target: Target, spec: Spec) -> None:
 
     One that says the same already stays as it is: a run that starts again on a full disk writes nothing anew. What was
     found of the machine and predicted from it may differ a little in every start; where a run goes on unchanged and
-    there is no room for these two, that is told, and those of an earlier start stay.
+    there is no room for these two, that is told, and those of an earlier start stay. A run that saves elsewhere when
+    its disk is full keeps room here to change as well: for another layout, on the devices that are left.
     """
     texts = {}
     for name, content in ((RECIPE, recipe), (TARGET, target), (PREDICTION, predict(spec, target)), (SPEC, spec)):
@@ -185,13 +194,15 @@ def write_run(folder: Path, recipe: Recipe, target: Target, spec: Spec) -> None:
         if _says(folder, name, text):
             continue
         try:
-            write_atomically(folder / name, [text])
+            write_into_room(folder, name, text)
         except WriteError as error:
             may_stay = name in (TARGET, PREDICTION) and goes_on and os.path.lexists(folder / name)
             if not may_stay or not is_no_room(error):
                 raise
             told = f"megaspec: {error}; that of an earlier start stays, and the run goes on"
             print(printable(told), file=sys.stderr, flush=True)
+    if other_place(spec) is not None:
+        keep_room(folder, texts)
 
 
 def _says(folder: Path, name: str, text: bytes) -> bool:
@@ -330,6 +341,24 @@ def newest_step(folder: Path) -> int:
     return newest_anywhere(folder, spec.checkpoint.fallback_dir, own_checkpoint(spec)) or 0
 
 
+def saved_steps(run: SavedRun) -> list[int]:
+    """Steps of a run's checkpoints, wherever they were saved, ascending; nothing is verified. CheckpointError: there is
+    none."""
+    saved = saved_anywhere(run.folder, other_place(run.spec))
+    if not saved.candidates:
+        saved.refuse_unseen_newest()
+        text = f"{run.folder}: no checkpoint was saved there yet; megaspec resume {run.folder} trains it"
+        raise CheckpointError(text)
+    return saved.steps
+
+
+def refuse_no_checkpoint(run: SavedRun, step: int | None) -> None:
+    """CheckpointError: a run has no checkpoint, or none of that step. Asked before ranks start; nothing is verified."""
+    saved_steps(run)
+    if step is not None:
+        path_of_step(run.folder, other_place(run.spec), step)
+
+
 def has_ended_well(folder: Path) -> bool:
     """Whether the last start of a run ended with all its steps done, all its sinks and samples written."""
     last = read_exit(folder)
@@ -343,11 +372,19 @@ def saved_in_words(folder: Path) -> str:
     them.
     """
     step = newest_step(folder)
-    if step == 0 and not candidates(folder / CHECKPOINTS):
+    if step == 0 and not _has_saved(folder):
         return f"no step was saved yet; megaspec resume {folder} goes on"
     if step == 0:
         return f"no good checkpoint is left; megaspec checkpoint verify {folder} says why"
     return f"step {step} is saved; megaspec resume {folder} goes on"
+
+
+def _has_saved(folder: Path) -> bool:
+    """Whether there is a checkpoint of a run, whole or not."""
+    fallback_dir = None
+    if is_run(folder):
+        fallback_dir = read_run(folder, allows_gone=True).spec.checkpoint.fallback_dir
+    return bool(saved_anywhere(folder, fallback_dir).candidates)
 
 
 def refuse_lost_fork(folder: Path, run: Spec) -> None:
@@ -373,9 +410,13 @@ class GoodCheckpoint:
 
 
 def newest_good(source: Path, run: Spec) -> GoodCheckpoint:
-    """The newest good checkpoint of a run, wherever it was saved, for a fork. CheckpointError: there is none."""
-    damage: list[str] = []
-    for candidate in candidates_anywhere(source, run.checkpoint.fallback_dir):
+    """The newest good checkpoint of a run, wherever it was saved, for a fork. CheckpointError: there is none, or a
+    place of them can't be listed."""
+    saved = saved_anywhere(source, run.checkpoint.fallback_dir)
+    for error in saved.unlisted:
+        raise error
+    damage = saved.unseen
+    for candidate in saved.candidates:
         manifest, problems = examine(candidate.path, candidate.step, deep=True, inspect=own_checkpoint(run))
         if manifest is not None and not problems:
             return GoodCheckpoint(candidate, manifest, tuple(damage))

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaspec.checkpoint.examine import newest_whole, no_objections
-from megaspec.checkpoint.folders import CHECKPOINTS, candidates
+from megaspec.checkpoint.examine import examine
+from megaspec.checkpoint.fallback import fallback_dir_of, path_of_step, saved_anywhere, tell_elsewhere
 from megaspec.checkpoint.format import DTYPE_BYTES, MANIFEST, Manifest
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.rectangles import Rectangle
@@ -27,18 +27,20 @@ def open_checkpoint(place: Path, step: int | None = None) -> Reader:
         if step is not None:
             raise CheckpointError(f"{place} is one checkpoint; --step {step} chooses among those of a run")
         return Reader(place)
-    folder = place / CHECKPOINTS
-    steps = sorted({candidate.step for candidate in candidates(folder)})
-    if not steps:
+    fallback_dir = fallback_dir_of(place)
+    saved = saved_anywhere(place, fallback_dir)
+    if not saved.candidates:
+        saved.refuse_unseen_newest()
         raise CheckpointError(f"{place} holds no checkpoint; give the folder of a run that has saved one, or of a step")
-    if step is None:
-        step = newest_whole(folder, no_objections)
-    if step is None:
-        raise CheckpointError(f"{place}: no checkpoint is whole; megaspec checkpoint verify {place} says what is wrong")
-    for candidate in candidates(folder):
-        if candidate.step == step:
+    if step is not None:
+        return Reader(path_of_step(place, fallback_dir, step))
+    saved.refuse_unseen_newest()
+    for candidate in saved.candidates:
+        _, problems = examine(candidate.path, candidate.step, deep=False)
+        if not problems:
+            tell_elsewhere(place, candidate)
             return Reader(candidate.path)
-    raise CheckpointError(f"--step {step}: {place} has checkpoints of {', '.join(map(str, steps))}")
+    raise CheckpointError(f"{place}: no checkpoint is whole; megaspec checkpoint verify {place} says what is wrong")
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,20 @@ of the other one's place: there nothing is removed.
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from megaspec.checkpoint import folders
-from megaspec.checkpoint.examine import Inspect, examine, newest_whole, no_objections, whole_steps
+from megaspec.checkpoint.examine import Inspect, examine, no_objections, whole_steps
 from megaspec.checkpoint.files import free_bytes, remove_tree, rename_durably, sync_folder, write_failure
 from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.checkpoint.retention import kept
 from megaspec.checkpoint.spec import CheckpointSpec
-from megaspec.core.errors import CheckpointError, WriteError
+from megaspec.core.bounded_json import MAX_BYTES, parse_json
+from megaspec.core.errors import CheckpointError, WriteError, printable
 from megaspec.core.regular_files import read_inside
 
 NOTE = "saved-elsewhere.txt"
@@ -32,6 +34,13 @@ def fallback_folder(fallback_dir: str, run_dir: Path) -> Path:
     """Where a run saves what its own folder does not take: a folder of its own, by its name and place."""
     place = sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
     return Path(fallback_dir) / f"{run_dir.name}-{place}"
+
+
+def file_elsewhere(fallback_dir: str | None, run_dir: Path, name: str) -> Path | None:
+    """A file of a run in the other place, where its own disk has no room for it; None: there is no other place."""
+    if fallback_dir is None:
+        return None
+    return fallback_folder(fallback_dir, run_dir) / name
 
 
 def note(run_dir: Path, path: Path) -> None:
@@ -74,27 +83,123 @@ def _places(run_dir: Path, fallback_dir: str | None) -> list[Path]:
     return list(dict.fromkeys(places))
 
 
+@dataclass(frozen=True)
+class Saved:
+    """The checkpoints of a run, wherever they were saved."""
+
+    candidates: tuple[folders.CandidateFolder, ...]
+    """Every folder that may hold a good one, as folders.candidates lists them; of one step those that were saved
+    elsewhere come first: they are the later ones."""
+    unlisted: tuple[CheckpointError, ...]
+    """Of other places that can't be looked into."""
+    lost: folders.CandidateFolder | None
+    """What the run folder's note names, newer than all candidates, and is not there."""
+    absent: str | None
+    """The `fallback_dir` that is not there, so that nobody knows what it held."""
+
+    @property
+    def steps(self) -> list[int]:
+        """Ascending; nothing is verified."""
+        return sorted({candidate.step for candidate in self.candidates})
+
+    def of_step(self, step: int) -> list[folders.CandidateFolder]:
+        """The candidates of a step, those that were saved later first."""
+        return [candidate for candidate in self.candidates if candidate.step == step]
+
+    @property
+    def unseen(self) -> list[str]:
+        """Why a newer one than all candidates may be where nobody can look, a line each."""
+        if self.unlisted or self.lost is None:
+            return [str(error) for error in self.unlisted]
+        return [f"{self.lost.path} is not there, in which step {self.lost.step} was saved"]
+
+    def refuse_unseen_newest(self) -> None:
+        """CheckpointError: the newest may be where nobody can look."""
+        way_out = "make that place readable"
+        if self.candidates:
+            way_out += f", or take step {self.candidates[0].step}, the newest that is seen, by its number"
+        if self.unseen:
+            raise CheckpointError([f"{line}: the newest checkpoint may be there; {way_out}" for line in self.unseen])
+
+
+def saved_anywhere(run_dir: Path, fallback_dir: str | None) -> Saved:
+    """What there is of a run's checkpoints: all who read one, or go on from one, ask here. Nothing is verified.
+
+    CheckpointError: the run folder's own can't be listed.
+    """
+    found = []
+    unlisted = []
+    for place in _places(run_dir, fallback_dir):
+        try:
+            found += folders.candidates(place)
+        except CheckpointError as error:
+            unlisted.append(error)
+    found += folders.candidates(run_dir / folders.CHECKPOINTS)
+    # sorted keeps the order of equals
+    found.sort(key=lambda candidate: -candidate.step)
+    lost = _noted(run_dir / folders.CHECKPOINTS)
+    if lost is not None and (os.path.isdir(lost.path) or any(lost.step <= candidate.step for candidate in found)):
+        lost = None
+    absent = None
+    if fallback_dir is not None and not os.path.lexists(fallback_dir):
+        absent = fallback_dir
+    return Saved(tuple(found), tuple(unlisted), lost, absent)
+
+
+def candidates_anywhere(run_dir: Path, fallback_dir: str | None) -> tuple[folders.CandidateFolder, ...]:
+    """Those that `saved_anywhere` finds, for who goes on from one. CheckpointError: a place can't be listed."""
+    saved = saved_anywhere(run_dir, fallback_dir)
+    for error in saved.unlisted:
+        raise error
+    return saved.candidates
+
+
 def newest_anywhere(run_dir: Path, fallback_dir: str | None, inspect: Inspect) -> int | None:
     """The step of a run's newest checkpoint that is whole, in its folder or where it was saved elsewhere. Bytes are not
-    read. None: there is none."""
-    newest = newest_whole(run_dir / folders.CHECKPOINTS, inspect)
-    for place in _places(run_dir, fallback_dir):
-        # one that can't be looked into is told where a start looks for what to go on from
-        with contextlib.suppress(CheckpointError):
-            step = newest_whole(place, inspect)
-            if step is not None and (newest is None or step > newest):
-                newest = step
-    return newest
+    read. None: there is none. A place that can't be looked into is told where a start looks for what to go on from."""
+    for candidate in saved_anywhere(run_dir, fallback_dir).candidates:
+        _, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
+        if not problems:
+            return candidate.step
+    return None
 
 
-def candidates_anywhere(run_dir: Path, fallback_dir: str | None) -> list[folders.CandidateFolder]:
-    """Every folder that may hold a good checkpoint of a run, as folders.candidates lists them; those that were saved
-    elsewhere are the later ones of their step."""
-    found = []
-    for place in (*_places(run_dir, fallback_dir), run_dir / folders.CHECKPOINTS):
-        found += folders.candidates(place)
-    # sorted keeps the order of equals
-    return sorted(found, key=lambda candidate: -candidate.step)
+def path_of_step(run_dir: Path, fallback_dir: str | None, step: int, *, asked: str = "--step ") -> Path:
+    """The folder of a step's checkpoint, the later save where there are two. CheckpointError: there is none; `asked` is
+    what names the step."""
+    saved = saved_anywhere(run_dir, fallback_dir)
+    for candidate in saved.of_step(step):
+        return candidate.path
+    there = "no checkpoint"
+    if saved.steps:
+        there = f"checkpoints of {', '.join(map(str, saved.steps))}"
+    raise CheckpointError([f"{asked}{step}: {run_dir} has {there}", *map(str, saved.unlisted)])
+
+
+def tell_elsewhere(run_dir: Path, taken: folders.CandidateFolder) -> None:
+    """Says on stderr that a run's checkpoint is read which its folder has not taken."""
+    if taken.path.parent != run_dir / folders.CHECKPOINTS:
+        text = f"step {taken.step} is read from {taken.path}, where it was saved: the run folder has not taken it"
+        print(printable(f"megaspec: {text}"), file=sys.stderr, flush=True)
+
+
+def fallback_dir_of(run_dir: Path) -> str | None:
+    """`checkpoint.fallback_dir` as a run's spec.json says it, for who has no Spec of the run; None where none does."""
+    try:
+        return fallback_dir_in(parse_json(read_inside(run_dir, "spec.json", limit=MAX_BYTES)))
+    except (OSError, ValueError):
+        return None
+
+
+def fallback_dir_in(spec: object) -> str | None:
+    """`checkpoint.fallback_dir` of a Spec as plain data; None where it says none, or holds weights alone, which are
+    written at once."""
+    if not isinstance(spec, dict) or spec.get("holds") == "weights":
+        return None
+    checkpoint = spec.get("checkpoint")
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("fallback_dir"), str):
+        return None
+    return checkpoint["fallback_dir"]
 
 
 def is_own_place(place: Path, fallback_dir: str | None, run_dir: Path) -> bool:

@@ -101,7 +101,13 @@ class Store:
         return shard_entry(plan, pieces, crcs)
 
     def newest_good(
-        self, comm: Comm, *, repair: bool = True, inspect: Inspect = no_objections, way_out: str = START_ANEW
+        self,
+        comm: Comm,
+        *,
+        repair: bool = True,
+        inspect: Inspect = no_objections,
+        way_out: str = START_ANEW,
+        among: Callable[[], Sequence[folders.CandidateFolder]] | None = None,
     ) -> Reader | None:
         """Open the newest checkpoint that is good in every byte and that `inspect` has nothing against; ranks share the
         work. None when none was saved.
@@ -110,13 +116,20 @@ class Store:
         not hold the run's lock. What `inspect` objects to goes into quarantine once a good one is found: where there is
         none, the fault may lie in the run's own files, and everything stays. Raises CheckpointError when there is none,
         saying what was found in each and the `way_out`, and when this machine or version can't read one.
+
+        `among`, without `repair`: those to choose from, newest first, which rank 0 asks for; None: those of this store.
         """
+        assert among is None or not repair, "what lies elsewhere is not this store's to repair"
+        candidates = among or partial(folders.candidates, self.folder)
         found: dict[str, str] = {}
         moved: dict[str, str] = {}
         to_put_aside: list[tuple[folders.CandidateFolder, str]] = []
-        names = on_first(comm, lambda: [c.path.name for c in folders.candidates(self.folder)])
-        for name in names:
-            candidate = self._candidate(name)
+        paths = on_first(comm, lambda: [str(candidate.path) for candidate in candidates()])
+        for path in paths:
+            candidate = _candidate(Path(path))
+            name = candidate.path.name
+            if candidate.path.parent != self.folder:
+                name = path
             findings = self._look_at(candidate, comm, inspect)
             if not findings.damage and not findings.objections:
                 # First, since one of them may stand where the good one has to go.
@@ -149,9 +162,10 @@ class Store:
         lines = "\n".join(_listed(found, moved)).split("\n")
         raise CheckpointError([f"{self.folder}: no good checkpoint is left; {way_out}", *lines])
 
-    def open(self, step: int, comm: Comm) -> Reader:
-        """Verify and open the checkpoint of one step. Raises CheckpointError; nothing is moved."""
-        path = self.folder / folders.step_name(step)
+    def open(self, step: int, comm: Comm, *, path: Path | None = None) -> Reader:
+        """Verify and open the checkpoint of one step: of this store, or at `path`. Raises CheckpointError; nothing is
+        moved."""
+        path = path or self.folder / folders.step_name(step)
         problems = self._verify(path, step, comm)
         if problems:
             raise CheckpointError(problems)
@@ -192,11 +206,6 @@ class Store:
                     self._writing(partial(folders.delete, candidate.path, candidate.step, generation, remove))
                     removed.append(candidate.step)
         return removed
-
-    def _candidate(self, name: str) -> folders.CandidateFolder:
-        found = folders.parse_candidate(self.folder, name)
-        assert found, f"{name} is no name of a checkpoint"
-        return found
 
     def _verify(self, path: Path, step: int, comm: Comm) -> list[str]:
         """What is wrong with a checkpoint, on every rank the same; each rank checks its share of the bytes."""
@@ -271,6 +280,12 @@ class Store:
     def _writing(self, action: Callable[[], T]) -> T:
         """Change something on the disk: only while the lock is ours, and a failure is a WriteError."""
         return self.publisher.writing(action)
+
+
+def _candidate(path: Path) -> folders.CandidateFolder:
+    found = folders.parse_candidate(path.parent, path.name)
+    assert found, f"{path} is no name of a checkpoint"
+    return found
 
 
 def _listed(found: dict[str, str], moved: dict[str, str]) -> list[str]:

@@ -13,12 +13,12 @@ from megaspec.checkpoint.files import refuse_existing
 from megaspec.commands.checkpoint_save import in_words
 from megaspec.commands.hf_export import DTYPES
 from megaspec.commands.paragraphs import Paragraphs
-from megaspec.commands.weights_source import WeightsSource, open_source, saved_steps, write_taken
+from megaspec.commands.weights_source import WeightsSource, open_source, write_taken
 from megaspec.core.errors import CheckpointError, DataError, RecipeError, printable
 from megaspec.core.problems import show
 from megaspec.hf.family import comparable, is_of_training
 from megaspec.rules.difference import changed
-from megaspec.run_folder import SavedRun, read_run
+from megaspec.run_folder import SavedRun, read_run, saved_steps
 
 _DESCRIPTION = """Write the mean of the weights of several checkpoints into a new run folder of weights alone.
 
@@ -93,7 +93,7 @@ def _chosen(args: argparse.Namespace) -> list[tuple[SavedRun, int | None]]:
         if steps:
             chosen += [(saved, step) for step in steps]
         elif args.last is not None:
-            chosen += [(saved, step) for step in _last(folder, args.last)]
+            chosen += [(saved, step) for step in _last(saved, args.last)]
         else:
             chosen.append((saved, None))
     if len(chosen) < 2:
@@ -102,11 +102,11 @@ def _chosen(args: argparse.Namespace) -> list[tuple[SavedRun, int | None]]:
     return chosen
 
 
-def _last(folder: Path, count: int) -> list[int]:
-    steps = saved_steps(folder)
+def _last(run: SavedRun, count: int) -> list[int]:
+    steps = saved_steps(run)
     if len(steps) < count:
         listed = ", ".join(map(str, steps))
-        text = f"--last {count}: {folder} has checkpoints of {listed}"
+        text = f"--last {count}: {run.folder} has checkpoints of {listed}"
         raise CheckpointError(f"{text}; a run keeps as many as checkpoint.keep says")
     return steps[-count:]
 

@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 
 from megaspec.checkpoint.examine import examine, no_objections
-from megaspec.checkpoint.fallback import candidates_anywhere
-from megaspec.checkpoint.folders import CHECKPOINTS, CandidateFolder, candidates, quarantined
+from megaspec.checkpoint.fallback import Saved, saved_anywhere
+from megaspec.checkpoint.folders import CHECKPOINTS, CandidateFolder, quarantined
 from megaspec.checkpoint.format import Manifest
 from megaspec.core.errors import CheckpointError, printable
+from megaspec.rules.belonging import other_place
 from megaspec.run_folder import is_run, own_checkpoint, read_run, refuse_unfinished_fork
 
 _HEADINGS = ("step", "generation", "tensors", "files", "MB", "state")
@@ -24,15 +25,16 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
     folder = run_dir / CHECKPOINTS
     is_in_run = is_run(run_dir)
     inspect = no_objections
-    there = candidates(folder)
+    fallback_dir = None
     if is_in_run:
         spec = read_run(run_dir, allows_gone=True).spec
         inspect = own_checkpoint(spec)
-        there = candidates_anywhere(run_dir, spec.checkpoint.fallback_dir)
-    found = [candidate for candidate in there if step in (None, candidate.step)]
+        fallback_dir = other_place(spec)
+    saved = saved_anywhere(run_dir, fallback_dir)
+    found = [candidate for candidate in saved.candidates if step in (None, candidate.step)]
     aside = quarantined(folder)
     if not found and (step is not None or not aside):
-        raise CheckpointError(_nothing(run_dir, step))
+        raise CheckpointError(_nothing(run_dir, saved, step))
     rows: list[tuple[str, ...]] = []
     problems: list[str] = []
     for candidate in found:
@@ -46,6 +48,8 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
             problems += damage
     if rows:
         _print_table([_HEADINGS, *rows])
+    # a place that can't be looked into may hold more
+    problems += saved.unseen
     for problem in problems:
         print(printable(problem))
     if not is_in_run:
@@ -59,11 +63,10 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
     return 0
 
 
-def _nothing(run_dir: Path, step: int | None) -> str:
+def _nothing(run_dir: Path, saved: Saved, step: int | None) -> str:
     """Why there is nothing to show."""
-    steps = sorted({candidate.step for candidate in candidates(run_dir / CHECKPOINTS)})
-    if step is not None and steps:
-        return f"step={step} has no checkpoint in {run_dir}; there are {', '.join(map(str, steps))}"
+    if step is not None and saved.steps:
+        return f"step={step} has no checkpoint in {run_dir}; there are {', '.join(map(str, saved.steps))}"
     return f"{run_dir / CHECKPOINTS} holds no checkpoint; give the folder of a run that has saved one"
 
 

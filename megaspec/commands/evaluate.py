@@ -11,11 +11,10 @@ from typing import Any
 
 from rich.table import Table
 
-from megaspec.checkpoint.folders import CHECKPOINTS, candidates
 from megaspec.commands.planned import refuse_jobs
 from megaspec.compose.compose import recompose
 from megaspec.compose.words import take
-from megaspec.core.errors import COMMAND_LINE, CheckpointError, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.terminal import escape, terminal
 from megaspec.data.fetch import bring_here
 from megaspec.estimate.target import Target, detect_target
@@ -23,7 +22,7 @@ from megaspec.plugins import loaded
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resume import resume
 from megaspec.rules.run_facts import Facts
-from megaspec.run_folder import SavedRun, read_run, refuse_gone_kernels
+from megaspec.run_folder import SavedRun, read_run, refuse_gone_kernels, refuse_no_checkpoint
 from megaspec.search.fits import MEMORY, start_problems
 from megaspec.spec import Spec
 from megaspec_launchers.local import launch
@@ -50,7 +49,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Resolve the run anew for this machine, start ranks that only evaluate, print what they found."""
     saved = read_run(args.run, allows_gone=True)
-    _check_checkpoints(args.run, args.step)
+    refuse_no_checkpoint(saved, args.step)
     spec = evaluation_spec(saved, args, detect_target())
     folder = Path(tempfile.mkdtemp(prefix="megaspec-eval-"))
     trained, evaluated = (folder / name for name in _FILES)
@@ -117,14 +116,6 @@ def _without_training_data(facts: Facts) -> Facts:
     """Facts in which the training data may be missing or changed: sets of their own are read."""
     problems = [problem for problem in facts.problems if problem.key.startswith("data.valid.")]
     return replace(facts, problems=tuple(problems), fingerprint="")
-
-
-def _check_checkpoints(folder: Path, step: int | None) -> None:
-    steps = sorted({candidate.step for candidate in candidates(folder / CHECKPOINTS)})
-    if not steps:
-        raise CheckpointError(f"{folder}: no checkpoint was saved there yet; megaspec resume {folder} trains it")
-    if step is not None and step not in steps:
-        raise CheckpointError(f"--step {step}: {folder} has checkpoints of {', '.join(map(str, steps))}")
 
 
 def show(found: dict[str, Any]) -> None:

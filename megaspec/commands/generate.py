@@ -10,13 +10,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from megaspec.checkpoint.folders import CHECKPOINTS, candidates
 from megaspec.commands.planned import refuse_jobs
 from megaspec.commands.prompts import prompts_of
 from megaspec.compose.compose import compose_dicts, recompose
 from megaspec.compose.words import refuse_two_answers
 from megaspec.core.axes import fewest_gpus, world_size
-from megaspec.core.errors import COMMAND_LINE, CheckpointError, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import one_of
 from megaspec.estimate.target import Target, detect_target
@@ -31,7 +30,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.unbuilt import unbuilt_problems
-from megaspec.run_folder import read_run
+from megaspec.run_folder import read_run, refuse_no_checkpoint
 from megaspec.spec import Spec
 from megaspec_launchers.local import launch
 
@@ -106,8 +105,9 @@ def run(args: argparse.Namespace) -> int:
             raise RecipeError(f"--step {args.step}: {args.run} has no steps; leave it out")
     else:
         source = Path(args.run)
-        trained = read_run(source, allows_gone=True).spec
-        _check_checkpoints(source, args.step)
+        saved = read_run(source, allows_gone=True)
+        refuse_no_checkpoint(saved, args.step)
+        trained = saved.spec
         model = trained.model
         precision = trained.precision.model_dump(mode="json")
     spec = generation_spec(model, precision, settings, args, detect_target())
@@ -169,15 +169,6 @@ def _refuse_arguments(args: argparse.Namespace) -> None:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _check_checkpoints(folder: Path, step: int | None) -> None:
-    """CheckpointError: none was saved, or none of that step. Before ranks start."""
-    steps = sorted({candidate.step for candidate in candidates(folder / CHECKPOINTS)})
-    if not steps:
-        raise CheckpointError(f"{folder}: no checkpoint was saved there yet; megaspec resume {folder} trains it")
-    if step is not None and step not in steps:
-        raise CheckpointError(f"--step {step}: {folder} has checkpoints of {', '.join(map(str, steps))}")
 
 
 def _of_folder(path: Path) -> tuple[TransformerSpec, dict[str, Any]]:

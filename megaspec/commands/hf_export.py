@@ -22,6 +22,7 @@ from megaspec.hf.family import Family, objections
 from megaspec.hf.folder import CONFIG
 from megaspec.hf.names import weight_table
 from megaspec.hf.table import FAMILIES
+from megaspec.rules.belonging import other_place
 from megaspec.run_folder import own_checkpoint, read_run
 from megaspec.spec import Spec
 
@@ -87,21 +88,11 @@ def run(args: argparse.Namespace) -> int:
 def open_checkpoint(run_dir: Path, spec: Spec, step: int | None) -> Any:
     """A Reader of a run's checkpoint, verified in every byte, which moves nothing. CheckpointError: there is none."""
     from megaspec.checkpoint.comm import SoloComm
-    from megaspec.checkpoint.store import Store
+    from megaspec.checkpoint.opening import open_saved
     from megaspec.runtime.state import tell_passed_over
 
-    inspect = own_checkpoint(spec)
-    if step is None:
-        reader = Store(run_dir).newest_good(SoloComm(), repair=False, inspect=inspect)
-        if reader is None:
-            raise CheckpointError(f"{run_dir}: no checkpoint was saved there yet; megaspec resume {run_dir} trains it")
-        tell_passed_over(reader)
-        return reader
-    reader = Store(run_dir).open(step, SoloComm())
-    wrong = inspect(reader.manifest)
-    if wrong:
-        reader.close()
-        raise CheckpointError([f"{reader.path}: {line}" for line in wrong])
+    reader = open_saved(run_dir, other_place(spec), SoloComm(), step=step, inspect=own_checkpoint(spec))
+    tell_passed_over(reader)
     return reader
 
 

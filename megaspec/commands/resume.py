@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.checkable import PartlyError
+from megaspec.checkpoint.fallback import tell_elsewhere
 from megaspec.commands.planned import refuse_jobs
 from megaspec.commands.starting import Prepared, lock_new, prepare_resume, refuse_tasks, start, warn
 from megaspec.commands.supervised import SUPERVISE_HELP, supervise
@@ -110,6 +111,7 @@ def _prepare_fork(
     good = newest_good(source, old)
     for what in good.passed_over:
         print(printable(f"megaspec: a checkpoint is not good: {what}"), file=sys.stderr)
+    tell_elsewhere(source, good.candidate)
     if holds_weights_alone(good.manifest):
         text = f"step {good.manifest.step} of {source} {last_of_weights(source)}"
         raise RecipeError([Problem("", text, code="run-weights")])

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megaspec.checkpoint.fallback import adopt
+from megaspec.checkpoint.fallback import adopt, file_elsewhere
 from megaspec.checkpoint.lock import RunLock
 from megaspec.commands.layouts import LayoutOption, Taken, first_that_fits, layout_options
 from megaspec.compose.compose import Composed, recompose
@@ -294,7 +294,8 @@ def prepare_resume(
         # what was saved elsewhere counts: the order of data goes on after the newest step
         # where it was saved, and what is to be kept from now on
         checkpoint = recipe.checkpoint.model_copy(update={"fallback_dir": old.checkpoint.fallback_dir})
-        losses = losses_by_step(folder / METRICS, checkpoint.best_by)
+        elsewhere = file_elsewhere(checkpoint.fallback_dir, folder, METRICS)
+        losses = losses_by_step(folder / METRICS, checkpoint.best_by, elsewhere=elsewhere)
         # what stays elsewhere its ranks will tell: they look once more
         for line in adopt(folder, checkpoint, own_checkpoint(old), losses=losses).lines:
             print(printable(f"megaspec: {line}"), file=sys.stderr)

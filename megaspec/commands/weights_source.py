@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaspec.checkpoint.folders import CHECKPOINTS, candidates
 from megaspec.commands.hf_export import open_checkpoint
 from megaspec.core.errors import CheckpointError
 from megaspec.core.frozen import AUTO
@@ -16,7 +15,7 @@ from megaspec.hf.folder import first_of
 from megaspec.recipe import Recipe
 from megaspec.rules.belonging import is_imported
 from megaspec.rules.initial_weights import weight_shapes
-from megaspec.run_folder import SavedRun, read_target
+from megaspec.run_folder import SavedRun, read_target, refuse_no_checkpoint
 from megaspec.spec import TakenWeights
 
 if TYPE_CHECKING:
@@ -42,22 +41,12 @@ class WeightsSource:
         )
 
 
-def saved_steps(run_dir: Path) -> list[int]:
-    """Steps of a run's checkpoints, ascending; nothing is verified. CheckpointError: there is none."""
-    steps = sorted({candidate.step for candidate in candidates(run_dir / CHECKPOINTS)})
-    if not steps:
-        raise CheckpointError(f"{run_dir}: no checkpoint was saved there yet; megaspec resume {run_dir} trains it")
-    return steps
-
-
 def open_source(run: SavedRun, step: int | None) -> WeightsSource:
     """A checkpoint, verified in every byte, that holds all weights of its model. `step` None: the newest good one.
 
     CheckpointError: there is none, it is damaged, another run's, or of another model than it says.
     """
-    steps = saved_steps(run.folder)
-    if step is not None and step not in steps:
-        raise CheckpointError(f"step {step}: {run.folder} has checkpoints of {', '.join(map(str, steps))}")
+    refuse_no_checkpoint(run, step)
     reader = open_checkpoint(run.folder, run.spec, step)
     problems = _misfits(run, reader)
     if problems:

@@ -14,14 +14,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megaspec.core.bounded_json import parse_json
 from megaspec.core.errors import printable
-from megaspec.core.regular_files import open_inside, write_beside
+from megaspec.core.regular_files import NO_ROOM, open_inside, write_beside
 from megaspec.log.events import NAMES, EvalDone, Event, RolledBack, RunEnded
+from megaspec.log.overflow import Overflow
+
+METRICS = "metrics.jsonl"
 
 # Lines that are kept while they can't be written.
 MOST_WAITING = 100_000
@@ -35,29 +40,51 @@ EVALUATION = f'"{NAMES[EvalDone]}"'.encode()
 
 class JsonlSink:
     """Appends events to a file. `step`: where the run goes on; lines of later steps, and a torn last one, are cut off.
+    `elsewhere`: a file on another disk that takes lines while there is no room for them here.
 
     A damaged line in front of lines that stay is left as it is. Where the file has another name as well, as one that
     was copied by hard links, that one keeps its lines. Where the run goes back they are cut off as well.
 
     A line is in the kernel's hands when `__call__` returns, so a killed process loses none. OSError when a line can't
-    be written; it is then kept, and written before the next one. Lines that there never was room for are told, by the
-    end that gives them up, or, where that was a kill, by the start that misses them.
+    be written here; it is then in `elsewhere`, or else kept in memory, and written before the next one as soon as there
+    is room: each line once, in order. MOST_WAITING lines are kept in memory, then the oldest goes. Lines that there
+    never was room for are told, by the end that gives them up, or, where that was a kill, by the start that misses
+    them.
     """
 
-    def __init__(self, path: Path, *, step: int):
+    def __init__(self, path: Path, *, step: int, elsewhere: Path | None = None):
         self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
         self._n_given_up = 0
         # never through a link: what lies behind one would be cut off
         self._fd = _open(path)
         history = _history_until(self._fd, step)
         self._length = history.length
-        if history.last_step is not None and history.last_step < step:
-            text = f"{path} tells nothing of steps {history.last_step + 1} to {step}: the start before was killed while"
+        self._overflow = None if elsewhere is None else Overflow(elsewhere)
+        last_step = history.last_step
+        for line in self._left_elsewhere(step).splitlines():
+            last_step = max(last_step or 0, _step_of(line) or 0)
+        if last_step is not None and last_step < step:
+            text = f"{path} tells nothing of steps {last_step + 1} to {step}: the start before was killed while"
             text += " there was no room for their lines, or lines were taken away"
-            print(printable(f"megaspec: {text}"), file=sys.stderr, flush=True)
+            _tell(text)
         if os.fstat(self._fd).st_nlink > 1:
             self._fd = _apart(self._fd, path, self._length)
         os.ftruncate(self._fd, self._length)
+        self._was_full = False
+        # where there is still no room, the first line will say so
+        with suppress(OSError):
+            self._bring_home()
+
+    def _left_elsewhere(self, step: int) -> bytes:
+        """Lines in the other place that follow those here, up to `step`."""
+        if self._overflow is None or not os.path.lexists(self._overflow.path):
+            return b""
+        until = partial(_length_until, step=step)
+        try:
+            return self._overflow.adopt(self._fd, length=self._length, until=until)
+        except OSError as error:
+            _tell(f"{self._overflow.path} {error.strerror}; it is left out of {METRICS}")
+            return b""
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RolledBack):
@@ -68,19 +95,31 @@ class JsonlSink:
             # the oldest one goes
             self._n_given_up += 1
         self._waiting.append(text.encode(errors="backslashreplace") + b"\n")
-        self._write_waiting()
+        try:
+            self._write_waiting()
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}: {self._where_lines_are()}") from None
 
     def close(self) -> None:
-        """OSError when lines had to be given up, with how many."""
+        """OSError when lines are elsewhere, or had to be given up, with how many."""
         try:
             self._write_waiting()
         except OSError as error:
             self._n_given_up += len(self._waiting)
-            raise OSError(error.errno, f"{error.strerror}: {self._given_up_in_words()}") from None
+            words = self._where_lines_are()
+            if self._n_given_up:
+                words = self._given_up_in_words()
+            raise OSError(error.errno, f"{error.strerror}: {words}") from None
         finally:
             os.close(self._fd)
         if self._n_given_up:
             raise OSError(errno.ENOSPC, self._given_up_in_words())
+
+    def _where_lines_are(self) -> str:
+        """Of those that there is no room for."""
+        if self._overflow is not None and self._overflow.is_begun and not self._waiting:
+            return f"lines go to {self._overflow.path} until there is room"
+        return f"the last {MOST_WAITING:,} lines are kept in memory until there is room"
 
     def _given_up_in_words(self) -> str:
         if self._n_given_up == 1:
@@ -88,25 +127,55 @@ class JsonlSink:
         return f"{self._n_given_up:,} lines are lost"
 
     def _cut(self, step: int) -> None:
-        """Takes lines of later steps away, those that are not written yet, too."""
+        """Takes lines of later steps away, those that are not written yet, or lie elsewhere, too."""
         self._waiting = deque((line for line in self._waiting if not _is_later(line, step)), maxlen=MOST_WAITING)
         # lines are appended wherever the file is read
         os.lseek(self._fd, 0, os.SEEK_SET)
         self._length = _history_until(self._fd, step).length
         os.ftruncate(self._fd, self._length)
+        if self._overflow is not None:
+            self._overflow.cut(partial(_length_until, step=step), length=self._length)
 
     def _write_waiting(self) -> None:
-        while self._waiting:
-            line = self._waiting[0]
-            try:
-                written = os.write(self._fd, line)
-                while written < len(line):
-                    written += os.write(self._fd, line[written:])
-            except OSError:
-                os.ftruncate(self._fd, self._length)  # what is there of the line
-                raise
-            self._length += len(line)
-            self._waiting.popleft()
+        """OSError: there is no room here. What could be put elsewhere waits no more."""
+        try:
+            self._bring_home()
+            while self._waiting:
+                self._append(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                self._was_full = True
+                self._put_elsewhere()
+            raise
+        if self._was_full:
+            self._was_full = False
+            _tell(f"{METRICS}: there is room again: no line waits any more")
+
+    def _append(self, lines: bytes) -> None:
+        """Adds whole lines to the file, all of them or none. OSError."""
+        try:
+            written = os.write(self._fd, lines)
+            while written < len(lines):
+                written += os.write(self._fd, lines[written:])
+        except OSError:
+            os.ftruncate(self._fd, self._length)  # what is there of them
+            raise
+        self._length += len(lines)
+
+    def _bring_home(self) -> None:
+        """Writes lines here that are elsewhere. OSError: there is no room still."""
+        if self._overflow is not None:
+            self._overflow.move(self._append)
+
+    def _put_elsewhere(self) -> None:
+        """Moves what waits into the other place; where there is none, or no room either, it waits on."""
+        if self._overflow is None or not self._waiting:
+            return
+        lines = list(self._waiting)
+        with suppress(OSError):
+            self._overflow.append(lines, after=self._length)
+            self._waiting.clear()
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
@@ -138,40 +207,41 @@ def ended_at(path: Path) -> float | None:
     return float(time_of_end) if isinstance(time_of_end, int | float) else None
 
 
-def is_evaluated(path: Path, step: int) -> bool:
-    """Whether a metrics.jsonl tells of an evaluation after a step; False where there is none that can be read."""
-    try:
-        fd = open_inside(path.parent, path.name)
-    except OSError:
-        return False
-    with open(fd, "rb") as file:
-        while line := file.readline(MAX_LINE):
-            # most lines are steps: they need no parsing
-            if EVALUATION in line and _is_evaluation_of(line, step):
-                return True
-    return False
+def is_evaluated(path: Path, step: int, *, elsewhere: Path | None = None) -> bool:
+    """Whether a metrics.jsonl, or what it had no room for, tells of an evaluation after a step; False where there is
+    none that can be read."""
+    return any(found.get("step") == step for found in _evaluations(path, elsewhere))
 
 
-def losses_by_step(path: Path, set_name: str) -> dict[int, float]:
-    """The loss of an evaluation set, or with `mean` that of all, after each step of which a metrics.jsonl tells an
-    evaluation. Steps without that set are left out, and lines that can't be read."""
+def losses_by_step(path: Path, set_name: str, *, elsewhere: Path | None = None) -> dict[int, float]:
+    """The loss of an evaluation set, or with `mean` that of all, after each step of which a metrics.jsonl, or what it
+    had no room for, tells an evaluation. Steps without that set are left out, and lines that can't be read."""
     losses: dict[int, float] = {}
-    try:
-        fd = open_inside(path.parent, path.name)
-    except OSError:
-        return losses
-    with open(fd, "rb") as file:
-        while line := file.readline(MAX_LINE):
-            found = _evaluation(line) if EVALUATION in line else None
-            if found is None:
-                continue
-            sets = found.get("sets")
-            loss = found.get("loss")
-            if set_name != "mean":
-                loss = sets.get(set_name) if isinstance(sets, dict) else None
-            if isinstance(found.get("step"), int) and (isinstance(loss, int | float) or loss in _NOT_FINITE):
-                losses[found["step"]] = float(loss)
+    for found in _evaluations(path, elsewhere):
+        sets = found.get("sets")
+        loss = found.get("loss")
+        if set_name != "mean":
+            loss = sets.get(set_name) if isinstance(sets, dict) else None
+        if isinstance(found.get("step"), int) and (isinstance(loss, int | float) or loss in _NOT_FINITE):
+            losses[found["step"]] = float(loss)
     return losses
+
+
+def _evaluations(path: Path, elsewhere: Path | None) -> Iterator[dict[str, Any]]:
+    """Every evaluation that these files tell of."""
+    for one in (path, elsewhere):
+        if one is None:
+            continue
+        try:
+            fd = open_inside(one.parent, one.name)
+        except OSError:
+            continue
+        with open(fd, "rb") as file:
+            while line := file.readline(MAX_LINE):
+                # most lines are steps: they need no parsing
+                found = _evaluation(line) if EVALUATION in line else None
+                if found is not None:
+                    yield found
 
 
 def _evaluation(line: bytes) -> dict[str, Any] | None:
@@ -183,11 +253,6 @@ def _evaluation(line: bytes) -> dict[str, Any] | None:
     if not isinstance(found, dict) or found.get("event") != NAMES[EvalDone]:
         return None
     return found
-
-
-def _is_evaluation_of(line: bytes, step: int) -> bool:
-    found = _evaluation(line)
-    return found is not None and found.get("step") == step
 
 
 def _open(path: Path) -> int:
@@ -236,6 +301,20 @@ def _history_until(fd: int, step: int) -> _History:
                 length = read
                 last = found if last is None else max(last, found)
     return _History(length, last)
+
+
+def _length_until(lines: bytes, step: int) -> int:
+    """Bytes of lines up to the first that is torn or belongs to a later step."""
+    length = 0
+    for line in lines.splitlines(keepends=True):
+        if not line.endswith(b"\n") or _is_later(line, step):
+            break
+        length += len(line)
+    return length
+
+
+def _tell(text: str) -> None:
+    print(printable(f"megaspec: {text}"), file=sys.stderr, flush=True)
 
 
 def _is_later(line: bytes, step: int) -> bool:

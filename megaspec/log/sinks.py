@@ -19,11 +19,10 @@ from megaspec.core.frozen import Frozen
 from megaspec.log.background import CLOSE_SECONDS, BackgroundSink
 from megaspec.log.console import ConsoleSink
 from megaspec.log.events import Emit, Event
-from megaspec.log.jsonl import JsonlSink
+from megaspec.log.jsonl import METRICS, JsonlSink
 from megaspec.log.remote import logged_run
 from megaspec.log.spec import LogSpec, MlflowSpec, ReportSpec, TrackioSpec, WandbSpec, WebhookSpec
 
-METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 # What disks, terminals and writers fail with.
 FAILURES = (OSError, ValueError, RuntimeError)
@@ -37,17 +36,17 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def open_metrics(log: LogSpec, run_dir: Path, step: int) -> Sink | None:
+def open_metrics(log: LogSpec, run_dir: Path, step: int, elsewhere: Path | None) -> Sink | None:
     """metrics.jsonl, always."""
-    return JsonlSink(run_dir / METRICS, step=step)
+    return JsonlSink(run_dir / METRICS, step=step, elsewhere=elsewhere)
 
 
-def open_console(log: LogSpec, run_dir: Path, step: int) -> Sink | None:
+def open_console(log: LogSpec, run_dir: Path, step: int, elsewhere: Path | None) -> Sink | None:
     """The terminal, unless log.console is quiet."""
     return None if log.console == "quiet" else ConsoleSink(every=log.every, live=log.console == "live")
 
 
-def open_tensorboard(log: LogSpec, run_dir: Path, step: int) -> Sink | None:
+def open_tensorboard(log: LogSpec, run_dir: Path, step: int, elsewhere: Path | None) -> Sink | None:
     """TensorBoard's files, where log.tensorboard says so."""
     if not log.tensorboard:
         return None
@@ -55,7 +54,7 @@ def open_tensorboard(log: LogSpec, run_dir: Path, step: int) -> Sink | None:
 
 
 # Name in warnings -> opener. Events go out in this order: what has to be kept comes before what is shown.
-SINKS: dict[str, Callable[[LogSpec, Path, int], Sink | None]] = {
+SINKS: dict[str, Callable[[LogSpec, Path, int, Path | None], Sink | None]] = {
     METRICS: open_metrics,
     "log.console": open_console,
     "log.tensorboard": open_tensorboard,
@@ -111,11 +110,13 @@ def open_sinks(
     run_dir: Path,
     *,
     step: int,
+    elsewhere: Path | None = None,
     check: Callable[[], None] = nothing_to_check,
     builders: Mapping[type[Frozen], SinkBuilder] = MappingProxyType(SERVICES),
     close_seconds: Callable[[], float] = usual_patience,
 ) -> Iterator[Emit]:
-    """A function that takes events. `step`: where the run goes on, 0 for a new one.
+    """A function that takes events. `step`: where the run goes on, 0 for a new one. `elsewhere`: a file on another
+    disk for lines of metrics.jsonl that the run folder's has no room for.
     `builders`: of the entries of log.sinks, and of log.report. `close_seconds`: how long, at the end, each of these may
     still send.
 
@@ -145,7 +146,7 @@ def open_sinks(
                 tell(name, str(error))
 
     def open_one(name: str) -> None:
-        sink = SINKS[name](log, run_dir, step)
+        sink = SINKS[name](log, run_dir, step, elsewhere)
         if sink is not None:
             sinks[name] = sink
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megaspec.checkpoint.folders import CHECKPOINTS, candidates
+from megaspec.checkpoint.fallback import fallback_dir_in, saved_anywhere
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, DataError
 from megaspec.core.frozen import MOST
@@ -158,7 +158,7 @@ class RunFolder:
 
     def _kept_steps(self) -> frozenset[int]:
         try:
-            return frozenset(candidate.step for candidate in candidates(self.path / CHECKPOINTS))
+            return frozenset(saved_anywhere(self.path, fallback_dir_in(self.spec)).steps)
         except CheckpointError as error:
             self.troubles.append(str(error))
             return frozenset()

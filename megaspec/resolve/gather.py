@@ -8,7 +8,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megaspec.checkpoint.examine import examine, read_manifest
-from megaspec.checkpoint.folders import CHECKPOINTS, candidates, step_name
+from megaspec.checkpoint.fallback import fallback_dir_of, path_of_step, saved_anywhere
+from megaspec.checkpoint.folders import CHECKPOINTS
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.spec import InitSpec
 from megaspec.core.errors import CheckpointError
@@ -99,11 +100,13 @@ def _hf_source(source: SourceFacts, init: InitSpec) -> SourceFacts:
 
 
 def _run_source(source: SourceFacts, init: InitSpec) -> SourceFacts:
-    folder = Path(source.path) / CHECKPOINTS
+    folder = Path(source.path)
     if init.step is None:
         manifest = _newest_manifest(folder)
     else:
-        manifest = read_manifest(folder / step_name(init.step), init.step)
+        manifest = read_manifest(
+            path_of_step(folder, fallback_dir_of(folder), init.step, asked="init.step="), init.step
+        )
     try:
         spec = Spec.model_validate_json(json.dumps(without_gone(manifest.spec)))
     except ValidationError as error:
@@ -119,14 +122,18 @@ def _run_source(source: SourceFacts, init: InitSpec) -> SourceFacts:
 
 
 def _newest_manifest(folder: Path) -> Manifest:
-    """Of the newest checkpoint whose manifest and sizes are right. CheckpointError: there is none."""
+    """Of a run's newest checkpoint whose manifest and sizes are right. CheckpointError: there is none that is seen, or
+    the newest may be where nobody can look."""
+    saved = saved_anywhere(folder, fallback_dir_of(folder))
+    saved.refuse_unseen_newest()
     damage = []
-    for candidate in candidates(folder):
+    for candidate in saved.candidates:
         manifest, problems = examine(candidate.path, candidate.step, deep=False)
         if manifest is not None and not problems:
             return manifest
         damage += problems
-    raise CheckpointError(damage or f"{folder} holds no checkpoint; give the folder of a run that has saved one")
+    nothing = f"{folder / CHECKPOINTS} holds no checkpoint; give the folder of a run that has saved one"
+    raise CheckpointError(damage or nothing)
 
 
 def with_digest(facts: Facts) -> Facts:

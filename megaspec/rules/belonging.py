@@ -42,6 +42,13 @@ def is_imported(run: Spec) -> bool:
     return run.holds == "weights" and all(one.imported for one in run.taken_from)
 
 
+def other_place(run: Spec) -> str | None:
+    """Where a run saves what its folder does not take. None: nowhere; weights alone are written whole or not at all."""
+    if run.holds == "weights":
+        return None
+    return run.checkpoint.fallback_dir
+
+
 def holds_weights_alone(manifest: Manifest) -> bool:
     """True for a checkpoint without optimizer state: of an imported run, or the last one under
     checkpoint.last=weights."""

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm
+from megaspec.checkpoint.opening import open_saved
 from megaspec.checkpoint.reader import Reader
-from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError, Preempted
 from megaspec.launcher.rendezvous import Rendezvous
 from megaspec.plugins import load
-from megaspec.rules.belonging import objections
+from megaspec.rules.belonging import objections, other_place
 from megaspec.runtime.build import TrainState, build, mesh_of
 from megaspec.runtime.evaluation import Evaluation
 from megaspec.runtime.position import Position
@@ -85,21 +85,9 @@ def evaluate_checkpoint(folder: Path, me: RankInfo, step: int | None) -> None:
 
 
 def open_checkpoint(trained: Spec, comm: Comm, step: int | None) -> Reader:
-    """A checkpoint of a run, good in every byte; nothing is moved, since another process may train the run.
-    CheckpointError: there is none."""
-    store = Store(trained.run_dir)
+    """A checkpoint of a run, good in every byte, see `open_saved`. CheckpointError: there is none."""
     inspect = partial(objections, run=trained)
-    if step is None:
-        reader = store.newest_good(comm, repair=False, inspect=inspect)
-        if reader is None:
-            raise CheckpointError(f"{trained.run_dir}: no checkpoint was saved there yet")
-        return reader
-    reader = store.open(step, comm)
-    problems = inspect(reader.manifest)
-    if problems:
-        reader.close()
-        raise CheckpointError([f"{reader.path}: {problem}" for problem in problems])
-    return reader
+    return open_saved(Path(trained.run_dir), other_place(trained), comm, step=step, inspect=inspect)
 
 
 @torch.no_grad()

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 
-from megaspec.checkpoint.comm import Comm, together
+from megaspec.checkpoint.comm import Comm, on_first, together
+from megaspec.checkpoint.examine import no_objections
+from megaspec.checkpoint.fallback import fallback_dir_of
+from megaspec.checkpoint.opening import open_saved
 from megaspec.checkpoint.reader import Weights
-from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError
 from megaspec.hf.digest import folder_digest
 from megaspec.hf.folder import CONFIG, HfFolder, open_hf_folder
@@ -63,7 +65,10 @@ def start_from_source(built: TrainState, comm: Comm) -> None:
 def _open(spec: Spec, origin: WeightsOrigin, comm: Comm, stack: ExitStack) -> Weights:
     """The folder that the run was made with, opened on every rank. CheckpointError."""
     if origin.step is not None:
-        reader = stack.enter_context(Store(Path(origin.path)).open(origin.step, comm))
+        source = Path(origin.path)
+        fallback_dir = on_first(comm, lambda: fallback_dir_of(source))
+        reader = open_saved(source, fallback_dir, comm, step=origin.step, inspect=no_objections)
+        stack.enter_context(reader)
         if reader.manifest.digest != origin.digest:
             raise CheckpointError(f"{reader.path} {_OTHER}; put it back, or start a new run")
         return reader

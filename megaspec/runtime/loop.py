@@ -17,7 +17,7 @@ import torch
 from megaspec.checkpoint.comm import Comm, on_first
 from megaspec.checkpoint.copier import Copier, Tidying
 from megaspec.checkpoint.examine import Inspect, newest_whole
-from megaspec.checkpoint.fallback import adopt, is_own_place, put_aside_from, refuse_unwritable
+from megaspec.checkpoint.fallback import adopt, file_elsewhere, is_own_place, put_aside_from, refuse_unwritable
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.remote import Found, Identity
@@ -442,7 +442,8 @@ class Run:
         checkpoint = self.built.spec.checkpoint
         if not checkpoint.keep_best:
             return {}
-        return losses_by_step(self.run_dir / METRICS, checkpoint.best_by)
+        elsewhere = file_elsewhere(checkpoint.fallback_dir, self.run_dir, METRICS)
+        return losses_by_step(self.run_dir / METRICS, checkpoint.best_by, elsewhere=elsewhere)
 
     def _tell(self, lines: Sequence[str]) -> None:
         """On rank 0's stderr."""
@@ -807,7 +808,8 @@ class Run:
         if self.step == 0 or is_fork_start or not self._evaluation_due():
             return False
         # the first rank's word: the file may look different from another machine
-        is_done = self.comm.rank == 0 and is_evaluated(self.run_dir / METRICS, self.step)
+        elsewhere = file_elsewhere(spec.checkpoint.fallback_dir, self.run_dir, METRICS)
+        is_done = self.comm.rank == 0 and is_evaluated(self.run_dir / METRICS, self.step, elsewhere=elsewhere)
         return not self.comm.broadcast(is_done)
 
     def _goes_on(self) -> str:

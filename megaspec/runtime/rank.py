@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm, on_first
-from megaspec.checkpoint.fallback import newest_anywhere
+from megaspec.checkpoint.fallback import file_elsewhere, newest_anywhere
 from megaspec.checkpoint.format import FORMAT_VERSION
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
@@ -44,7 +44,7 @@ from megaspec.log.alerts import Alerts
 from megaspec.log.background import CLOSE_SECONDS
 from megaspec.log.events import RunEnded, RunStarted
 from megaspec.log.prediction import Prediction
-from megaspec.log.sinks import open_sinks
+from megaspec.log.sinks import METRICS, open_sinks
 from megaspec.parallelism.group_memory import outside_torch
 from megaspec.plugins import load, loaded
 from megaspec.rules.belonging import objections
@@ -220,6 +220,7 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None, why: str = "")
                 spec.log,
                 run_dir,
                 step=run.step,
+                elsewhere=file_elsewhere(spec.checkpoint.fallback_dir, run_dir, METRICS),
                 check=lock.check_line,
                 builders=builders.sinks,
                 close_seconds=partial(patience_with_sinks, spec.launcher.grace_seconds),
