@@ -209,6 +209,65 @@ if triton is not None:
         return q, tl.where(is_finite, size, 0.0), over
 
     @triton.jit
+    def rows_in_fp8(
+        x,
+        inverse,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+    ):
+        """fp32 -> the bytes of x / scale in fp8, uint8, for a store of the tile as it is."""
+        # + x · 0 turns infinity into NaN, and changes nothing else: zero has the sign of x
+        y = x * inverse + x * 0.0
+        if interpreted:
+            q = fp8_bytes(y, mantissa, least_exponent, largest).to(tl.uint8)
+        elif mantissa == 3:
+            # of two operands the first becomes the upper byte
+            q = tl.inline_asm_elementwise(
+                """{
+                .reg .b16 low, high;
+                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high};
+                }""",
+                "=r,f,f,f,f",
+                [y],
+                dtype=tl.uint8,
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            q = tl.inline_asm_elementwise(
+                """{
+                .reg .b16 low, high;
+                cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high};
+                }""",
+                "=r,f,f,f,f",
+                [y],
+                dtype=tl.uint8,
+                is_pure=True,
+                pack=4,
+            )
+        return q
+
+    @triton.jit
+    def top_of_tile(x, inverse, largest: tl.constexpr):
+        """Of a tile [M, K] in fp32: its largest finite element without its sign, and how many saturate."""
+        # those that are not finite are above all others
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+        count = 0
+        if not (top * inverse <= largest):
+            # rare
+            size = tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
+            top = tl.max(tl.max(size, axis=1), axis=0)
+            count = tl.sum(tl.sum((size * inverse > largest).to(tl.int32), axis=1), axis=0)
+        return top, count
+
+    @triton.jit
     def top_bits(bits, low, high):
         """The larger of them all without signs, as bits: those that are not finite are above all others."""
         low_bits = low.to(tl.int32, bitcast=True) & 0x7FFFFFFF
