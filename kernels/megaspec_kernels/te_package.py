@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from megaspec_kernels.cudnn_library import load_all_of_torch
-
 PACKAGE = "transformer_engine"
 
 
@@ -42,8 +40,6 @@ class TransformerEngine:
 @cache
 def transformer_engine() -> TransformerEngine:
     """The package. ImportError: it is not installed, and others where its libraries can't be loaded; see `missing`."""
-    # it asks for some of cuDNN's libraries by name, and would take the system's before torch's
-    load_all_of_torch()
     # by itself: without it the package swallows what went wrong
     pytorch = importlib.import_module(f"{PACKAGE}.pytorch")
     extensions = importlib.import_module(f"{PACKAGE}.pytorch.cpp_extensions")

@@ -4,8 +4,6 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
-from megaspec_kernels.cudnn_library import load_all_of_torch
-
 # By module: the package that holds it, and the way to install it.
 _WAYS = {
     "cudnn": ("nvidia-cudnn-frontend", "pip install 'megaspec[cudnn]'"),
@@ -27,8 +25,6 @@ MODULES = {
 def require(module: str) -> ModuleType:
     """A module of an optional package. ImportError: it is not installed, or does not load."""
     try:
-        if module == "cudnn":
-            load_all_of_torch()
         return import_module(module)
     except (ImportError, OSError) as error:
         package, way = _WAYS[module]
