@@ -27,6 +27,8 @@ from tests.source_patch import PROJECT, Patch, forget_project, install
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pydantic", "safetensors.torch", "pytest"]
 # What takes most of a rank's first second otherwise; nothing of it has run when a rank is forked.
 PRELOAD += ["tokenizers", "megaspec.spec", "megaspec.verify.parity", "megaspec.checkpoint.store"]
+# Four seconds of each rank that compiles something.
+PRELOAD += ["torch._inductor.compile_fx"]
 
 NOT_CONNECTED = "Gloo connectFullMesh failed"
 """What gloo says when the ranks of a new world could not reach each other."""

@@ -169,8 +169,16 @@ def test_copies_follow_the_run_folder(tmp_path, factory, undisturbed, capfd):
     assert Remote(copies).steps()[-1] == 24
 
 
-@pytest.mark.parametrize("saving", ["blocking", "async"])
-@pytest.mark.parametrize("point", ["before_remote_delete", "mid_remote_delete"])
+# each once by default, each with each in the slow set
+@pytest.mark.parametrize(
+    ("saving", "point"),
+    [
+        ("blocking", "before_remote_delete"),
+        ("async", "mid_remote_delete"),
+        pytest.param("blocking", "mid_remote_delete", marks=pytest.mark.slow),
+        pytest.param("async", "before_remote_delete", marks=pytest.mark.slow),
+    ],
+)
 def test_what_was_to_be_deleted_there_when_it_was_killed_is_deleted_by_the_next_start(
     tmp_path, factory, capfd, saving, point
 ):

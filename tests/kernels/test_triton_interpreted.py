@@ -29,13 +29,14 @@ LEAST = {
     "test_rope.py": (40, 80),
     "test_unpermute.py": (16, 32),
 }
+PYTEST = (sys.executable, "-m", "pytest", "-rps", "-p", "tests.kernels.interpreter")
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel for this platform")
 
 
 def passed(*options: str) -> Counter[str]:
     """Tests that passed, by file: all of them in one process, since a process takes seconds to begin."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rps", *options, "-k", INTERPRETED, *(f"tests/kernels/{n}" for n in LEAST)],
+        [*PYTEST, *options, "-k", INTERPRETED, *(f"tests/kernels/{n}" for n in LEAST)],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -24,6 +24,7 @@ from tests.nn.test_random_specs import OPTIONS, SEQUENCES, check_kept, model_of
 from tests.parity.tasks import without_cpp
 
 ROOT = Path(__file__).parents[2]
+PYTEST = (sys.executable, "-m", "pytest", "-p", "tests.kernels.interpreter")
 INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
 FUSED = {"kernels.norm": "triton", "kernels.gated": "triton", "kernels.rope": "triton"}
 LLAMA: dict[str, Any] = {
@@ -91,7 +92,7 @@ def test_compiled_layers(change: dict[str, Any]) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel for this platform")
 def test_interpreted() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-k", "not test_interpreted", "tests/nn/test_fused_kernels.py"],
+        [*PYTEST, "-k", "not test_interpreted", "tests/nn/test_fused_kernels.py"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

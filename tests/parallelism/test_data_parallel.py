@@ -85,7 +85,10 @@ def train_unlike(rank: int, case: Case, empty: Empty) -> Any:
     [
         # torch 2.11 compiles no fused attention in fp64 on a CPU
         Case(dp=2, d_head=64, strategy="replicate", accumulate=2, mask="uneven", attention="reference"),
-        Case(dp=2, ep=2, strategy="zero1", router="softmax", shared="gate", mask="uneven", attention="reference"),
+        pytest.param(
+            Case(dp=2, ep=2, strategy="zero1", router="softmax", shared="gate", mask="uneven", attention="reference"),
+            marks=pytest.mark.slow,
+        ),
         Case(dp=2, strategy="fsdp", router="softmax", shared="gate", mask="uneven", attention="reference"),
     ],
     ids=str,

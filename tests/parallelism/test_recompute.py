@@ -149,7 +149,9 @@ def traced(kind: RecomputeSpec) -> list[Tensor]:
     return [x_BTD.grad, *(p.grad for p in model.layers.parameters())]
 
 
-@pytest.mark.parametrize("parts", [("core_attention", "norm"), ("activation",), ("mlp",)])
+@pytest.mark.parametrize(
+    "parts", [("core_attention", "norm"), pytest.param(("activation",), marks=pytest.mark.slow), ("mlp",)]
+)
 def test_traced_layers_compute_the_same_again(parts: tuple[RecomputePart, ...]) -> None:
     plain = traced(RecomputeSpec())
     again = traced(RecomputeSpec(kind="selective", parts=parts))

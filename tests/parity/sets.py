@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, cycle, islice, product
 from typing import Any
 
@@ -161,13 +161,18 @@ def _layout(text: str) -> Settings:
     return (("parallelism.pipeline.layout", text),)
 
 
-def _pairs() -> list[Case]:
-    """Two axes at once, every way of each beside the other, on four ranks; with and without experts over them."""
+def _pairs(*, whole: bool) -> list[Case]:
+    """Two axes at once, every way of each beside the other, on four ranks; in turn with experts and without, where
+    `whole` with both."""
     layouts, turn = [], 0
     for one, other in combinations(AXES, 2):
         for number, (a, b) in enumerate(_turns(AXES[one], AXES[other])):
-            layouts.append(_of(a, b))
-            if number < len(EXPERTS):
+            has_experts = number % 2 == 0
+            if whole:
+                has_experts = number < len(EXPERTS)
+            if whole or not has_experts:
+                layouts.append(_of(a, b))
+            if has_experts:
                 layouts.append(_with_experts(_of(a, b), turn))
                 turn += 1
     return layouts
@@ -181,11 +186,14 @@ def _all_pairs() -> list[Case]:
     return layouts
 
 
-def _triples() -> list[Case]:
-    """Three axes at once on eight ranks, with and without experts over them."""
+def _triples(*, whole: bool) -> list[Case]:
+    """Three axes at once on eight ranks; in turn with experts over them and without, where `whole` with both."""
     layouts = []
     for number, three in enumerate(combinations(AXES, 3)):
-        for experts in (False, True):
+        ways = [number % 2 == 0]
+        if whole:
+            ways = [False, True]
+        for experts in ways:
             turn = 2 * number + experts + 1
             layout = _of(*(list(AXES[axis].values())[turn % len(AXES[axis])] for axis in three))
             layouts.append(_with_experts(layout, turn) if experts else layout)
@@ -496,8 +504,8 @@ def _frozen(*, beside: int) -> list[Case]:
     return [*cases, *more]
 
 
-def _layers() -> list[Case]:
-    """Each kind of layer beside everything that cuts or repeats one."""
+def _layers(*, whole: bool) -> list[Case]:
+    """Each kind of layer beside everything that cuts or repeats one; where not `whole`, beside every second of it."""
     ways: list[dict[str, Any]] = [
         {"tp": 2, "sequence": True, "accumulate": 3, "mask": "uneven"},
         {"tp": 2, "dropout": True, "attention": "reference"},
@@ -509,7 +517,11 @@ def _layers() -> list[Case]:
         {"dp": 2, "ep": 2, "router": "sigmoid", "every": 2, "shared": "gate", "qk_norm": True},
         {"tp": 2, "sequence": True, "ep": 2, "router": "softmax", "every": 2, "also": RECOMPUTES["moe"]},
     ]
-    return [Case(n_layers=4, family=family, **way) for family in LAYERS for way in ways]
+    cases = [Case(n_layers=4, family=family, **way) for family in LAYERS for way in ways]
+    if whole:
+        return cases
+    # each way beside two families, each family beside four ways that no neighbour has
+    return [case for i, case in enumerate(cases) if (i + i // len(ways)) % 2 == 0]
 
 
 def _options() -> list[Case]:
@@ -641,25 +653,43 @@ LONG_TOO = [
     Case(pp=2, schedule="zb_v", virtual=2, n_layers=4, accumulate=6, mask="empty_micro", tied=True),
 ]
 
-SETS: dict[str, Callable[[], list[Case]]] = {
-    "alone": lambda: dress(_alone()),
-    "on four": lambda: dress(_on_four()),
-    "pairs": lambda: dress(_pairs()),
-    "triples": lambda: dress(_triples()),
+# Those of which every second runs by default: what they hold is looked at in tests/parallelism, too.
+_HALVED: dict[str, Callable[[], list[Case]]] = {
     "pipelines": _pipelines,
     "contexts": _contexts,
     "dispatch": _dispatch,
+}
+
+
+def _first_of_two(name: str) -> list[Case]:
+    return _HALVED[name]()[::2]
+
+
+def _second_of_two() -> list[Case]:
+    return [case for cases in _HALVED.values() for case in cases()[1::2]]
+
+
+SETS: dict[str, Callable[[], list[Case]]] = {
+    "alone": lambda: dress(_alone()),
+    "on four": lambda: dress(_on_four()),
+    "pairs": lambda: dress(_pairs(whole=False)),
+    "triples": lambda: dress(_triples(whole=False)),
+    **{name: partial(_first_of_two, name) for name in _HALVED},
     "recompute": _recomputes,
     "optimizers": _optimizers,
     "switches": _switches,
-    "frozen": lambda: _frozen(beside=3),
-    "layers": _layers,
+    "frozen": lambda: _frozen(beside=1),
+    "layers": lambda: _layers(whole=False),
     "options": _options,
     "attention": _attentions,
     "experts": _experts,
     "long": lambda: LONG,
     "long too": lambda: LONG_TOO,
+    "second of two": _second_of_two,
+    "both pairs": lambda: dress(_pairs(whole=True)),
+    "both triples": lambda: dress(_triples(whole=True)),
     "all frozen": lambda: _frozen(beside=len(_TRAINED)),
+    "all layers": lambda: _layers(whole=True),
     "all pairs": lambda: dress(_all_pairs()),
     "all triples": lambda: dress(_all_triples()),
     "product": _product,
@@ -669,8 +699,8 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "all dispatches": _all_dispatches,
 }
 SLOW = (
-    "all frozen", "all pairs", "all triples", "product", "long too", "hierarchies", "all schedules", "all contexts",
-    "all dispatches",
+    "second of two", "both pairs", "both triples", "all frozen", "all layers", "all pairs", "all triples", "product",
+    "long too", "hierarchies", "all schedules", "all contexts", "all dispatches",
 )  # fmt: skip
 DEFAULT = tuple(name for name in SETS if name not in SLOW)
 

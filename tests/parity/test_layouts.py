@@ -79,7 +79,10 @@ def test_every_rank_sees_the_whole_logits(pool: RankPool, case: Case) -> None:
         assert abs(found - expected).max() <= 1e-12 * abs(expected).max()
 
 
-WHOLE = ("all frozen", "all pairs", "all triples", "hierarchies", "all schedules", "all contexts", "all dispatches")
+WHOLE = (
+    "second of two", "both pairs", "both triples", "all frozen", "all layers", "all pairs", "all triples",
+    "hierarchies", "all schedules", "all contexts", "all dispatches",
+)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -15,15 +15,16 @@ from megaspec.rules import table
 from megaspec.rules.examples import CPU, EXAMPLES, FACTS, H200
 from megaspec.rules.table import RULES
 from megaspec_kernels.catalog import CATALOG, Requirement
+from tests.rules.composed import composed
 
 # Words by which a message says what to do.
 WAY_OUT = re.compile(r"\b(try|set|drop|keep|lower|raise|write|install|shorten|it has|start|did you mean|Llama 3 has)\b")
 
 
 def broken(overrides, target=CPU, facts=FACTS, recipe="hello") -> list[Problem]:
-    composed = compose(recipe, overrides)
+    made = composed(recipe, tuple(overrides))
     try:
-        settle(composed.recipe, target, facts, composed.origins)
+        settle(made.recipe, target, facts, made.origins)
     except RecipeError as error:
         return error.problems
     return []

@@ -14,6 +14,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import settle
 from megaspec.rules.examples import EXAMPLES, H200
 from megaspec.rules.run_facts import Facts
+from tests.rules.composed import composed
 
 NOTHING = Facts(run_dir="runs/x")
 # Recipes of many kinds: pipelines, context, experts, latent attention, fp8, a ramp.
@@ -32,7 +33,7 @@ KEYS = {
     "ranks": "launcher",
     "warmup_steps": "optim.schedule",
 }
-MISTAKES = 40
+MISTAKES = [20, pytest.param(200, marks=pytest.mark.slow)]
 FACTORS = (0.5, 2, 3, 5, 7, 1.5)
 OFFSETS = (-2, -1, 1, 2, 3, 6)
 _NUMBERS = r"(\d+(?:, \d+)*(?: or \d+)?)"
@@ -103,13 +104,14 @@ def assert_mended(content: dict, target: Target, facts: Facts) -> int:
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_what_examples_are_told_mends_them(code):
     one = EXAMPLES[code]
-    assert_mended(json.loads(compose(one.recipe, one.overrides).recipe.model_dump_json()), one.target, one.facts)
+    assert_mended(json.loads(composed(one.recipe, one.overrides).recipe.model_dump_json()), one.target, one.facts)
 
 
+@pytest.mark.parametrize("mistakes", MISTAKES)
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_single_mistakes_are_told_mends_them(name):
+def test_what_single_mistakes_are_told_mends_them(name, mistakes):
     draw, tried = random.Random(name), 0
-    for _ in range(MISTAKES):
+    for _ in range(mistakes):
         content = json.loads(plain(name))
         last, section = draw.choice(sorted(KEYS.items()))
         here = content
@@ -122,4 +124,4 @@ def test_what_single_mistakes_are_told_mends_them(name):
         )
         if new > 0 and put(content, f"{section}.{last}", new):
             tried += assert_mended(content, machine(Recipe.model_validate_json(plain(name))), NOTHING)
-    assert tried > MISTAKES / 4, tried
+    assert tried > mistakes / 4, tried

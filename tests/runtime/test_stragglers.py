@@ -110,9 +110,11 @@ def named(world, steps, *, groups=None, **how):
 
 
 @pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.__name__)
-@pytest.mark.parametrize("world", [2, 4, 8, 64])
+@pytest.mark.parametrize(
+    "world", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 64]
+)
 def test_nobody_is_named_in_a_thousand_steps_of_a_noisy_machine(world, noise):
-    """200 runs: ten of each number of ranks and each kind of noise."""
+    """200 runs, half of them by default: ten of each number of ranks and each kind of noise."""
     for seed in range(10):
         assert named(world, 1000, seed=seed, noise=noise) == []
 
