@@ -288,6 +288,8 @@ COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "step, ms: without": _switched(False, lambda line: line["step_ms"]),
     "step, ms: before": _on_side("before"),
     "step, ms: after": _on_side("after"),
+    "time, us: before": _each(lambda line: line["us"] if line.get("side") == "before" else None),
+    "time, us: after": _each(lambda line: line["us"] if line.get("side") == "after" else None),
     "operations: before": _on_side("before", "operations"),
     "operations: after": _on_side("after", "operations"),
     "launches": _field("launches"),
