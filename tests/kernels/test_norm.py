@@ -214,7 +214,6 @@ def test_no_rows(implementation: str, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.code.replace(" ", "-"))
 @pytest.mark.parametrize("adds", [False, True])
-# the last two are read in pairs where they are bf16
 @pytest.mark.parametrize(("M", "D"), [(1, 16), (63, 1000), (48, 272), (32, 256)])
 def test_triton_writes_fp8(
     dtype: torch.dtype, form: NormForm, adds: bool, M: int, D: int, device: torch.device
@@ -227,7 +226,7 @@ def test_triton_writes_fp8(
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(("M", "D"), [(1, 16), (7, 1000), (16, 2064), (16, 1024)])
 def test_triton_writes_rows_of_fp8_alone(form: NormForm, adds: bool, M: int, D: int, device: torch.device) -> None:
-    """The last two are read in pairs."""
+    """Features that fill a tile, and that do not."""
     check_fp8(torch.bfloat16, form, M, D, device, adds=adds, columns=False)
 
 
