@@ -64,16 +64,12 @@ def of_norms(M: int, D: int) -> Iterator[tuple[str, float]]:
                 call = partial(norms.norm_backward, grad, stream, x, weight, statistics, RMS, True, 1)
                 name = f"norm backward, {features} features a warp, {programs} programs, {stages} stages"
                 yield name, rate(call, 8 * M * D)
-    for tile in (norms.Tile(32, 256, 8), norms.Tile(32, 128, 4), norms.Tile(32, 256, 4), norms.Tile(16, 512, 8)):
-        norms.FP8_TILE = tile
+    for features in (256, 512, 1024):
+        norms.FEATURES_OF_A_WARP = features
         call = partial(norms.norm_forward_in_fp8, x, term, weight, None, RMS, known=known(torch.float8_e4m3fn))
-        yield f"norm in fp8, {tile}", rate(call, 8 * M * D)
-    for tile in (norms.Tile(4, 1024, 4), norms.Tile(4, 2048, 8), norms.Tile(8, 512, 4), norms.Tile(16, 512, 8)):
-        norms.FP8_ROWS_TILE = tile
-        call = partial(
-            norms.norm_forward_in_fp8, x, term, weight, None, RMS, known=known(torch.float8_e4m3fn), columns=False
-        )
-        yield f"norm in rows of fp8, {tile}", rate(call, 7 * M * D)
+        yield f"norm in fp8, {features} features a warp", rate(call, 8 * M * D)
+        call = partial(call, columns=False)
+        yield f"norm in rows of fp8, {features} features a warp", rate(call, 7 * M * D)
 
 
 def of_gates(M: int, F: int) -> Iterator[tuple[str, float]]:
