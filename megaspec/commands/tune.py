@@ -125,7 +125,7 @@ def find(args: argparse.Namespace) -> Search:
     content = composed.recipe.model_dump(mode="json")
     fixed = _fixed_keys(composed, content)
     open_keys = frozenset(SEARCHED) - fixed
-    # layers that are divided by the command line are not divided anew by time
+    # layers that are divided by the command line are not divided anew
     if any(value_at(content, key) for key in fixed.intersection(DIVIDES)):
         open_keys -= {"parallelism.pipeline.layout"}
     content["launcher"]["ranks"] = target.gpus
@@ -235,7 +235,7 @@ def show_found(search: Search) -> None:
     is_divided_by_search = any(pipeline.layout is not None for pipeline in pipelines)
     if recipe.parallelism.pipeline.layout is None and is_divided_by_search:
         out.print(
-            "pp4/6-9: ranks have 6 to 9 layers, divided by time (parallelism.pipeline.layout in --json and --out)"
+            "pp4/6-9: ranks have 6 to 9 layers, as is fastest (parallelism.pipeline.layout in --json and --out)"
         )
     if any(unbuilt_problems(one.recipe) for one in found.best):
         out.print("* can be planned, not trained yet; --trainable leaves these out")

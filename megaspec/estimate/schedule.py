@@ -401,13 +401,20 @@ def _cell(one: Pass) -> str:
 
 def _makespan(shape: Shape, durations: Durations, *, overlap: bool) -> float:
     """Seconds of a step, simulated where that is quick."""
+    if not passes_to_simulate(shape):
+        return makespan_formula(shape, durations)
+    return _simulated(shape, durations, overlap)
+
+
+def passes_to_simulate(shape: Shape) -> int:
+    """Passes of the part of a step that is simulated for its bubble; 0 where a formula takes its place."""
     passes_a_chunk = 2
     if shape.splits_backward:
         passes_a_chunk = 3
     count = shape.pp * shape.virtual * _shorter(shape).micro_batches * passes_a_chunk
     if count > MOST_PASSES:
-        return makespan_formula(shape, durations)
-    return _simulated(shape, durations, overlap)
+        return 0
+    return count
 
 
 @lru_cache(maxsize=2048)

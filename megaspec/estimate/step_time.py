@@ -104,6 +104,18 @@ class ExposedCollective(NamedTuple):
     seconds: float
 
 
+class RankEnd(NamedTuple):
+    """What a pipeline rank exchanges and updates for a step as a whole, whatever its passes take."""
+
+    exchange: tuple[Collective, ...]
+    """Gradients, weights and sums."""
+    update_seconds: float
+
+
+RankEnds = dict[tuple[int, tuple[Chunk, ...]], RankEnd]
+"""By pipeline rank and its chunks. Recipes that differ in how layers are divided, and in nothing else, may share one."""
+
+
 @dataclass(frozen=True)
 class _PipelinePasses:
     """A micro batch's passes on every pipeline rank."""
@@ -114,6 +126,8 @@ class _PipelinePasses:
     """Chunks by pipeline rank."""
     costs: list[list[Cost]]
     """By pipeline rank and chunk."""
+    ends: RankEnds
+    """Of the ranks that were asked for."""
 
     @cached_property
     def busy(self) -> list[float]:
@@ -150,19 +164,25 @@ class _StepEnd:
         return sum(one.seconds for one in self.exchange) + self.update_seconds
 
 
-def _pipeline_passes(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> _PipelinePasses:
+def _pipeline_passes(
+    recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput, ends: RankEnds | None = None
+) -> _PipelinePasses:
     """At the clock of the measured table."""
+    if ends is None:
+        ends = {}
     times = layer_times(recipe, hardware, throughput)
     stages = stages_of(recipe.model.n_layers, recipe.parallelism)
     costs = []
     for chunks in stages:
         costs.append([times.chunk(chunk) for chunk in chunks])
-    return _PipelinePasses(times, shape_of(recipe), stages, costs)
+    return _PipelinePasses(times, shape_of(recipe), stages, costs, ends)
 
 
-def _passes_of_step(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> _PipelinePasses:
+def _passes_of_step(
+    recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput, ends: RankEnds | None = None
+) -> _PipelinePasses:
     """At the clock that the GPU keeps in this step."""
-    passes = _pipeline_passes(recipe, hardware, throughput)
+    passes = _pipeline_passes(recipe, hardware, throughput, ends)
     if not hardware.throttles:
         return passes
     update = 0.0
@@ -179,9 +199,11 @@ def _load(passes: _PipelinePasses, update: float) -> Load:
     return Load(products, attention, moving + update)
 
 
-def step_time(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> StepTime:
-    """Of a filled recipe at its full batch."""
-    passes = _passes_of_step(recipe, hardware, throughput)
+def step_time(
+    recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput, *, ends: RankEnds | None = None
+) -> StepTime:
+    """Of a filled recipe at its full batch. `ends`: kept from recipe to recipe by who compares divisions of layers."""
+    passes = _passes_of_step(recipe, hardware, throughput, ends)
     step = _parts(recipe, passes, throughput)
     return _rates(recipe, hardware, step, passes.times.topology.world)
 
@@ -369,15 +391,24 @@ def _longest_end(recipe: Recipe, passes: _PipelinePasses, throughput: MeasuredTh
 
 def _step_end(recipe: Recipe, passes: _PipelinePasses, rank: int, throughput: MeasuredThroughput) -> _StepEnd:
     chunks = passes.stages[rank]
-    count = passes.times.parameters(recipe, rank, chunks)
-    exchange = step_collectives(recipe, passes.times.topology, rank)
-    trained = count
+    key = (rank, chunks)
+    if key not in passes.ends:
+        passes.ends[key] = _rank_end(recipe, passes.times, rank, chunks, throughput)
+    end = passes.ends[key]
+    exchange = _exposed_exchange(recipe, end.exchange, chunks, passes.of_micro_batch(rank), throughput)
+    return _StepEnd(exchange, end.update_seconds)
+
+
+def _rank_end(
+    recipe: Recipe, times: LayerTimes, rank: int, chunks: tuple[Chunk, ...], throughput: MeasuredThroughput
+) -> RankEnd:
+    trained = times.parameters(recipe, rank, chunks)
     if recipe.train.trainable is not None:
         trained = trained_parameters(recipe, rank)
     update = _update_seconds(recipe, trained, throughput)
     if isinstance(recipe.optim, MuonSpec):
         update += orthogonalising_seconds(recipe, recipe.optim, chunks, throughput)
-    return _StepEnd(_exposed_exchange(recipe, exchange, chunks, passes.of_micro_batch(rank), throughput), update)
+    return RankEnd(tuple(step_collectives(recipe, times.topology, rank)), update)
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ class PipelineSpec(Frozen):
     layout: Auto[str] | None = None
     """Every stage in letters, in the order of the model: E embedding, t layer, L head and loss, | ends a stage, (..)*n
     and t*n repeat. Stage number s lies on rank s mod pp; with zb_v the second half comes back, stage pp + s on rank
-    pp - 1 - s. None: divided evenly. auto: what `megaspec tune` finds best, evenly or by the time that layers,
-    embedding and head take, unless the four settings above say how."""
+    pp - 1 - s. None: divided evenly. auto: what `megaspec tune` finds best, evenly or as a step is predicted to
+    be shortest, unless the four settings above say how."""
 
 
 class ContextSpec(Frozen):

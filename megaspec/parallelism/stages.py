@@ -63,6 +63,11 @@ def stages_of(n_layers: int, parallelism: ParallelismSpec) -> tuple[tuple[Chunk,
     return _stages(_split(n_layers, parallelism))
 
 
+def stage_sizes(n_layers: int, parallelism: ParallelismSpec) -> tuple[int, ...]:
+    """Layers of each stage, in the order of the model. The split has to be possible, see `stage_problem`."""
+    return _divide(_split(n_layers, parallelism)).sizes
+
+
 def first_trained_stage(facts: Iterable[WeightFacts], n_layers: int, parallelism: ParallelismSpec) -> int:
     """The first stage, in the order of the model, with a parameter to train; 0 where a run trains all. `facts`: of all
     parameters of the model."""

@@ -25,9 +25,9 @@ from megaspec.plan.hints import Hint, hints
 from megaspec.plan.promise import promise
 from megaspec.rules.initial_weights import initial_weights, weight_shapes
 from megaspec.rules.unbuilt import unbuilt_problems
-from megaspec.search.balance import divided_by_time
 from megaspec.search.changes import Change, best_change
 from megaspec.search.checkpoint_size import checkpoint_size
+from megaspec.search.division import fastest_division
 from megaspec.search.fits import copied_for_saving, need_here
 from megaspec.search.remedies import Remedy, remedies, remedies_on_cpu
 from megaspec.spec import Decision, ForkPoint, Spec
@@ -35,7 +35,7 @@ from megaspec.train.trainable import trained_names
 
 MEMORY_KINDS = tuple(f.name for f in fields(StageMemory))
 DAY = 86_400
-# Of a step's time, that layers divided by time have to save to be told of.
+# Of a step's time, that another division of layers has to save to be told of.
 _WORTH_DIVIDING = 0.02
 
 
@@ -170,8 +170,8 @@ class Waiting(Frozen):
     ratio: float | None
     """With these stages' own times."""
     layout_by_time: str | None
-    """The pipeline.layout whose ranks take about the same, where with it a step is shorter by a fiftieth or more and no
-    other setting says how layers are divided."""
+    """The pipeline.layout that a search finds fastest (search/division.py), where with it a step is shorter by a
+    fiftieth or more and no other setting says how layers are divided."""
     seconds_by_time: float | None
     """Of a step with that."""
     chart: tuple[str, ...]
@@ -634,7 +634,7 @@ def _waiting(
     seconds = None
     is_divided_otherwise = any(getattr(spec.parallelism.pipeline, name) for name in EVENLY)
     if time is not None and hardware is not None and throughput is not None and not is_divided_otherwise:
-        by_time = divided_by_time(spec, hardware, throughput)
+        by_time = fastest_division(spec, hardware, throughput)
         seconds_by_time = step_time(by_time, hardware, throughput).seconds
         is_worth_it = seconds_by_time <= (1 - _WORTH_DIVIDING) * time.seconds
         if is_worth_it and fullest(memory_of(by_time)).total <= hardware.room:

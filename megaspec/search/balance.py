@@ -1,8 +1,12 @@
-"""Layers divided by time: no pipeline rank has much more to do than another, with the embedding or head it holds."""
+"""Layers divided by load: no pipeline rank has much more to do than another, with the embedding or head it holds.
+
+What ranks wait for each other is not asked here: division.py goes on from this.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, product
+from typing import NamedTuple
 
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.layer_time import layer_times
@@ -13,9 +17,26 @@ from megaspec.parallelism.stages import EVENLY, Chunk, layout_text
 from megaspec.recipe import Recipe
 
 
-def divided_by_time(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> Recipe:
-    """A filled recipe whose pipeline.layout divides stages by the predicted seconds of each layer, the embedding and
-    the head."""
+class LoadParts(NamedTuple):
+    """What ranks have to do for a micro batch, in hundredths of a layer on average."""
+
+    layers: tuple[int, ...]
+    """Each layer, in the order of the model."""
+    ends: tuple[int, ...]
+    """Each stage without its layers: the embedding, the head."""
+    ranks: tuple[int, ...]
+    """Who holds each stage."""
+
+    def busiest(self, sizes: Sequence[int]) -> int:
+        """Of the rank that has most to do, with so many layers on each stage."""
+        stages_by_rank: list[list[int]] = [[] for _ in range(max(self.ranks) + 1)]
+        for stage, rank in enumerate(self.ranks):
+            stages_by_rank[rank].append(stage)
+        return max(_loads(sizes, self.layers, self.ends, stages_by_rank))
+
+
+def load_parts(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> LoadParts:
+    """By the predicted seconds of each layer, the embedding and the head of a filled recipe."""
     times = layer_times(recipe, hardware, throughput)
     shape = shape_of(recipe)
     n_stages = shape.pp * shape.virtual
@@ -24,22 +45,35 @@ def divided_by_time(recipe: Recipe, hardware: Hardware, throughput: MeasuredThro
     ends[0] += times.chunk(Chunk((), embedding=True)).total
     ends[-1] += times.chunk(Chunk((), head=True)).total
     layers = times.layers(n_stages)
-    ranks = tuple(rank_of_stage(shape, stage) for stage in range(n_stages))
-    # in hundredths of a layer, so that cases that are alike are divided once
+    # whole numbers, so that cases that are alike are divided once
     unit = sum(layers) / len(layers) / 100
-    layer_units = tuple(round(seconds / unit) for seconds in layers)
-    end_units = tuple(round(seconds / unit) for seconds in ends)
-    layout = layout_text(divided(layer_units, end_units, ranks))
+    return LoadParts(
+        layers=tuple(round(seconds / unit) for seconds in layers),
+        ends=tuple(round(seconds / unit) for seconds in ends),
+        ranks=tuple(rank_of_stage(shape, stage) for stage in range(n_stages)),
+    )
+
+
+def divided_by_load(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> Recipe:
+    """A filled recipe whose pipeline.layout leaves no rank more to do than it has to have."""
+    return with_sizes(recipe, divided(*load_parts(recipe, hardware, throughput)))
+
+
+def with_sizes(recipe: Recipe, sizes: Sequence[int]) -> Recipe:
+    """The recipe with so many layers on each stage, in the order of the model."""
     parallelism = recipe.parallelism
-    pipeline = parallelism.pipeline.model_copy(update={**EVENLY, "layout": layout})
+    pipeline = parallelism.pipeline.model_copy(update={**EVENLY, "layout": layout_text(sizes)})
     return recipe.model_copy(update={"parallelism": parallelism.model_copy(update={"pipeline": pipeline})})
 
 
 @lru_cache(maxsize=4096)
-def divided(layers: tuple[int, ...], ends: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[int, ...]:
+def divided(
+    layers: tuple[int, ...], ends: tuple[int, ...], ranks: tuple[int, ...], *, to_first: bool = False
+) -> tuple[int, ...]:
     """How many layers each stage gets. `layers`: what each takes, in the order of the model; `ends`, `ranks`: by stage,
     what it takes without layers, and who holds it. Of equal ranks the first gets more, which shortens the way to the
-    last stage."""
+    last stage; of a rank's equal stages the last does, so that the first micro batch comes to all ranks sooner, or the
+    first with `to_first`."""
     stages_by_rank: list[list[int]] = [[] for _ in range(max(ranks) + 1)]
     for stage, rank in enumerate(ranks):
         stages_by_rank[rank].append(stage)
@@ -51,7 +85,8 @@ def divided(layers: tuple[int, ...], ends: tuple[int, ...], ranks: tuple[int, ..
     busy: list[float] = [sum(ends[stage] for stage in stages) for stages in stages_by_rank]
     for _ in layers:
         rank = busy.index(min(busy))
-        stage = min(stages_by_rank[rank], key=lambda one: ends[one] + sizes[one] * mean)
+        stages = stages_by_rank[rank] if to_first else stages_by_rank[rank][::-1]
+        stage = min(stages, key=lambda one: ends[one] + sizes[one] * mean)
         busy[rank] += mean
         sizes[stage] += 1
     if max(layers) > min(layers):

@@ -4,7 +4,8 @@ predicted to take.
 Legal is what the rules let pass. Layouts are compared at the recipe's own global batch. At one layout and micro batch
 the search takes the least recomputation that fits, since more of it only costs time. What a layout takes at least, the
 passes of its busiest rank, is found first: memory and time in full are worked out of those alone that may be among the
-fastest.
+fastest. They have their layers divided by load; the fastest division is searched for last, where it may change which
+are named, and of all that are.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +30,8 @@ from megaspec.rules.case import Case, can_split_sequences
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import is_legal
 from megaspec.rules.unbuilt import unbuilt_problems
-from megaspec.search.balance import divided_by_time
+from megaspec.search.balance import divided_by_load
+from megaspec.search.division import fastest_division
 from megaspec.train.batch_schedule import BatchSchedule
 
 # Fields that a search may decide, as dotted paths.
@@ -56,6 +58,8 @@ _RECOMPUTE = {
 }
 _MAX_VIRTUAL = 8
 _MAX_MICRO_BATCH = 16
+# Layouts beside those that are named whose fastest division is searched for, the fastest by load first.
+_MORE_DIVIDED = 6
 # By chunks of a rank; gpipe is never faster than 1f1b, and holds more.
 _SCHEDULES = {1: ("1f1b", "zb_h1"), 2: ("interleaved", "zb_v")}
 
@@ -205,7 +209,7 @@ class _Queue:
             parallelism = layout.parallelism
             if parallelism.recompute.kind != kind:
                 parallelism = parallelism.model_copy(update={"recompute": _RECOMPUTE[kind]})
-                layout = _by_time(self._grid, layout.model_copy(update={"parallelism": parallelism}))
+                layout = _by_load(self._grid, layout.model_copy(update={"parallelism": parallelism}))
             self._with_kind[key] = layout
         return self._with_kind[key]
 
@@ -214,7 +218,7 @@ def tune(grid: Grid, *, most: int = 10) -> Found:
     """The fastest layouts that fit."""
     queue = _Queue(grid)
     considered = len(queue)
-    fastest = _Fastest(most)
+    fastest = _Fastest(grid, most)
     # where nothing fits, what needs least memory, with that memory in bytes
     smallest: tuple[int, Recipe] | None = None
     # by number of the layout, once something of it did not fit
@@ -226,8 +230,7 @@ def tune(grid: Grid, *, most: int = 10) -> Found:
             continue
         memory = fullest_within(recipe, grid.hardware.room)
         if memory is not None:
-            time = step_time(recipe, grid.hardware, grid.throughput)
-            fastest.add(Candidate(recipe, memory, time, True))
+            fastest.add(recipe, memory)
             continue
         queue.recompute_more(entry)
         if entry.layout in may_fit:
@@ -235,10 +238,11 @@ def tune(grid: Grid, *, most: int = 10) -> Found:
         # if what takes least of a layout does not fit, nothing of it does
         least_memory = [one for one in queue.smallest(entry.layout) if _counts(grid, one)]
         may_fit[entry.layout] = not least_memory or any(fullest_within(one, grid.hardware.room) for one in least_memory)
-        if not fastest.by_division:
+        if not fastest:
             total, one = _smallest((*least_memory, recipe))
             if smallest is None or total <= smallest[0]:
                 smallest = (total, one)
+    fastest.divide_layers()
     found = fastest.in_order()
     if not found and smallest is not None:
         _, recipe = smallest
@@ -250,14 +254,72 @@ def tune(grid: Grid, *, most: int = 10) -> Found:
 class _Fastest:
     """The fastest candidate of each division among ranks."""
 
-    def __init__(self, most: int):
+    def __init__(self, grid: Grid, most: int):
+        self._grid = grid
         self._most = most
-        self.by_division: dict[tuple[object, ...], Candidate] = {}
+        self._by_division: dict[tuple[object, ...], Candidate] = {}
+        # all whose layers are divided by load
+        self._by_load: list[Candidate] = []
+        # by identity, which hashes no recipe: those whose division was searched for, and what was found
+        self._done: dict[int, Candidate] = {}
         self.limit = inf
         """Seconds of the last of the `most` fastest, infinite while there are fewer."""
 
-    def add(self, candidate: Candidate) -> None:
-        """Takes a candidate in that is the fastest of its division: degrees, strategy and micro batch."""
+    def __len__(self) -> int:
+        return len(self._by_division)
+
+    def add(self, recipe: Recipe, memory: StageMemory) -> None:
+        """Takes a layout in that fits, and keeps it if it is the fastest of its division."""
+        candidate = self._weighed(recipe, memory)
+        if _is_divided_by_search(self._grid, recipe):
+            self._by_load.append(candidate)
+        self._take(candidate)
+
+    def in_order(self) -> list[Candidate]:
+        """The `most` fastest, the fastest first."""
+        return sorted(self._by_division.values(), key=lambda one: one.time.seconds)[: self._most]
+
+    def divide_layers(self) -> None:
+        """Searches for the fastest division of layers of all that are named, and of some that may be named with it: at
+        best a step gets shorter by all that its busiest rank waits."""
+        self._divide_named()
+        more = _MORE_DIVIDED
+        for candidate in sorted(self._by_load, key=lambda one: one.time.seconds):
+            at_best = candidate.time.seconds - candidate.time.parts["pipeline bubble"]
+            if more and at_best < self.limit and id(candidate) not in self._done:
+                self._divide(candidate)
+                more -= 1
+        self._divide_named()
+
+    def _divide_named(self) -> None:
+        """Until all that are named are divided fastest: one that gets faster may take the place of another."""
+        while True:
+            todo = []
+            for candidate in self.in_order():
+                if _is_divided_by_search(self._grid, candidate.recipe) and id(candidate) not in self._done:
+                    todo.append(candidate)
+            if not todo:
+                return
+            for candidate in todo:
+                self._divide(candidate)
+
+    def _divide(self, candidate: Candidate) -> None:
+        """Takes a candidate in as it is divided fastest."""
+        self._done[id(candidate)] = candidate
+        recipe = fastest_division(candidate.recipe, self._grid.hardware, self._grid.throughput)
+        memory = fullest_within(recipe, self._grid.hardware.room)
+        if memory is None or not _counts(self._grid, recipe):
+            return
+        divided = self._weighed(recipe, memory)
+        self._done[id(divided)] = divided
+        self._take(divided)
+
+    def _weighed(self, recipe: Recipe, memory: StageMemory) -> Candidate:
+        time = step_time(recipe, self._grid.hardware, self._grid.throughput)
+        return Candidate(recipe, memory, time, True)
+
+    def _take(self, candidate: Candidate) -> None:
+        """Keeps it if it is the fastest of its division: degrees, strategy and micro batch."""
         parallelism = candidate.recipe.parallelism
         division = (
             parallelism.tp,
@@ -269,16 +331,12 @@ class _Fastest:
             parallelism.dp_shard,
             candidate.recipe.train.micro_batch,
         )
-        known = self.by_division.get(division)
+        known = self._by_division.get(division)
         if known is not None and known.time.seconds <= candidate.time.seconds:
             return
-        self.by_division[division] = candidate
-        if len(self.by_division) >= self._most:
+        self._by_division[division] = candidate
+        if len(self._by_division) >= self._most:
             self.limit = self.in_order()[-1].time.seconds
-
-    def in_order(self) -> list[Candidate]:
-        """The `most` fastest, the fastest first."""
-        return sorted(self.by_division.values(), key=lambda one: one.time.seconds)[: self._most]
 
 
 def _smallest(recipes: Iterable[Recipe]) -> tuple[int, Recipe]:
@@ -309,7 +367,7 @@ def layouts(grid: Grid) -> Iterator[Recipe]:
         micro_batch = _micro_batches(grid, dp)[0]
         for pipeline in pipelines(grid, degrees["pp"]):
             parallelism = grid.recipe.parallelism.model_copy(update={**changes, "pipeline": pipeline})
-            recipe = _by_time(grid, _changed(grid.recipe, parallelism, micro_batch))
+            recipe = _by_load(grid, _changed(grid.recipe, parallelism, micro_batch))
             if _is_legal_in_a_strategy(grid, recipe):
                 yield recipe
 
@@ -351,7 +409,7 @@ def _degrees(grid: Grid) -> Iterator[dict[str, int]]:
 
 
 def pipelines(grid: Grid, pp: int) -> Iterator[PipelineSpec]:
-    """Schedules of `pp` stages, with layers divided evenly and by time (layout=auto). What is set stays: a split that
+    """Schedules of `pp` stages, with layers divided evenly and by load (layout=auto). What is set stays: a split that
     is written out with its number of stages."""
     pipeline = grid.recipe.parallelism.pipeline
     recipe_pp = grid.recipe.parallelism.pp
@@ -387,11 +445,16 @@ def pipelines(grid: Grid, pp: int) -> Iterator[PipelineSpec]:
                 yield even.model_copy(update={**EVENLY, "layout": AUTO})
 
 
-def _by_time(grid: Grid, recipe: Recipe) -> Recipe:
-    """With its layers divided by time, unless they are divided evenly or as the recipe says."""
-    if recipe.parallelism.pipeline.layout is None or grid.recipe.parallelism.pipeline.layout is not None:
+def _by_load(grid: Grid, recipe: Recipe) -> Recipe:
+    """With its layers divided by load, unless they are divided evenly or as the recipe says."""
+    if not _is_divided_by_search(grid, recipe):
         return recipe
-    return divided_by_time(recipe, grid.hardware, grid.throughput)
+    return divided_by_load(recipe, grid.hardware, grid.throughput)
+
+
+def _is_divided_by_search(grid: Grid, recipe: Recipe) -> bool:
+    """Whether its layers are divided neither evenly nor as the recipe of the grid says."""
+    return recipe.parallelism.pipeline.layout is not None and grid.recipe.parallelism.pipeline.layout is None
 
 
 def _divisions(grid: Grid, layout: Recipe) -> Iterator[tuple[dict[str, object], int]]:

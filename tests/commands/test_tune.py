@@ -55,7 +55,7 @@ def test_pipelines_are_searched_by_schedule_chunks_and_how_layers_are_divided(tm
     assert main(["tune", *words, "--out", str(out)]) == 0
     table = capsys.readouterr().out
     assert "pp4:zb_v/7-9" in table
-    assert "ranks have 6 to 9 layers, divided by time" in table
+    assert "ranks have 6 to 9 layers, as is fastest" in table
     planned = plan_words(["recipe=mine", "hardware=H200"])
     own = resolve(planned.composed.recipe, planned.target, Facts(run_dir="runs/x")).parallelism.pipeline
     assert (own.schedule, own.virtual_stages, len(parse_layout(own.layout))) == ("zb_v", 2, 8)
