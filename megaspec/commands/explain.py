@@ -15,7 +15,7 @@ from megaspec.commands.stated import Stated, stated
 from megaspec.compose.compose import Composed, compose, recompose
 from megaspec.compose.search_path import SearchPath
 from megaspec.compose.words import words_parser
-from megaspec.core.errors import COMMAND_LINE, DataError, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, DataError, Problem, RecipeError, chosen_in
 from megaspec.core.fields import ENTRY, NAME, FieldAt, fields_of, same_path
 from megaspec.core.kinds import tags_of
 from megaspec.core.marked_yaml import parse_yaml
@@ -348,12 +348,13 @@ def rules_about(key: str) -> list[str]:
 def read_by(code: str) -> frozenset[str]:
     """Paths of the fields that a rule looks at in its example, and the one that it names."""
     example = EXAMPLES[code]
-    draft = ResolverDraft(_composed(example).recipe, example.target, example.facts)
+    composed = _composed(example)
+    draft = ResolverDraft(composed.recipe, example.target, example.facts)
     for fill in FILLS:
         fill(draft)
     filled = Recipe.model_validate_json(json.dumps(draft.content))
     decided = frozenset(decision.key for decision in draft.decisions)
-    case = Case(filled, example.target, example.facts, decided)
+    case = Case(filled, example.target, example.facts, decided, chosen_in(composed.origins))
     # by the names that all recipes have in common: entries without their numbers, sections without the user's names
     key = _without_last_number(example.key)
     named = next(field.path for field in fields_of(Recipe) if same_path(field.path, key))

@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         composed = recompose(saved.recipe, str(args.run / "recipe.json"), words, args.config_dir)
     except PartlyError as error:
-        raise with_rules(error, lambda _: detect_target(), is_for_training=True) from None
+        goes_on = args.fork is None
+        raise with_rules(error, lambda _: detect_target(), is_for_training=True, has_begun=goes_on) from None
     refuse_gone_kernels(saved, composed.recipe, composed.origins, command="resume")
     refuse_jobs(composed.recipe, composed.origins, "resume")
     if composed.origins.get("run_dir") == COMMAND_LINE:

@@ -1,7 +1,7 @@
 """Errors that a user can cause or has to act on. Each class carries the exit code that schedulers read."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -29,6 +29,12 @@ def without_secrets(text: str, *, key: str) -> str:
 
 # Where a value was set that stands in no file.
 COMMAND_LINE = "command line"
+
+
+def chosen_in(origins: Mapping[str, str]) -> frozenset[str]:
+    """The dotted paths that the command line sets for this run, by their origins. What a file says is not chosen: it
+    sets values for whatever run takes it."""
+    return frozenset(key for key, origin in origins.items() if origin == COMMAND_LINE)
 
 
 @dataclass(frozen=True)

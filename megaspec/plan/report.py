@@ -14,6 +14,7 @@ from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
 from megaspec.plan.plan import Fit, MachineMemory, Message, Plan, RankGroup, RankView, SchedulePart, make_plan
 from megaspec.resolve.fill import PLAIN
+from megaspec.rules.unread import unmet_needs
 from megaspec.search.tune import SEARCHED
 from megaspec.spec import Decision, Spec
 from megaspec_kernels.catalog import IDLE_BESIDE_TE
@@ -72,7 +73,7 @@ def print_plan(spec: Spec, target: Target, console: Console, *, data: str = "") 
     _print_lines(_schedules(plan), console)
     _print_lines(_memory_in_short(plan), console)
     _print_lines(_speed_in_short(plan), console)
-    _print_lines(_decided_in_short(plan), console)
+    _print_lines(_decided_in_short(plan, spec), console)
     if spec.checkpoint.last == "weights" or spec.checkpoint.saving == "async":
         # what can't be made up for later, and what takes memory
         _print_lines(_checkpoint(plan), console)
@@ -528,13 +529,13 @@ def _days(days: float) -> str:
     return f"{86_400 * days:.1f} seconds"
 
 
-def _decided_in_short(plan: Plan) -> Lines:
+def _decided_in_short(plan: Plan, spec: Spec) -> Lines:
     """The decisions that say how the run is laid out, and how many there are besides."""
     plain = _left_plain(plan.decisions)
     told = []
     kernels = []
     for decision in plan.decisions:
-        if decision in plain or _is_idle(decision.key, plan):
+        if decision in plain or _is_idle(decision.key, spec):
             continue
         if decision.key.startswith(_KERNELS):
             kernels.append(decision)
@@ -561,19 +562,13 @@ def _decided_value(decision: Decision) -> str:
     return counted(len(decision.value), "bin")
 
 
-def _is_idle(key: str, plan: Plan) -> bool:
+def _is_idle(key: str, spec: Spec) -> bool:
     """Whether nothing of this run asks for a decision, or another line of the screen says it."""
     if key.startswith(_OF_PIPELINES):
-        return plan.mesh["pp"] == 1
-    if key in ("kernels.grouped", "kernels.unpermute"):
-        return not plan.model.get("moe")
-    if key == "kernels.attention_merge":
-        return plan.mesh["cp"] == 1
-    if key.removeprefix(_KERNELS) in IDLE_BESIDE_TE:
-        return plan.precision != "fp8" or plan.kernels["linear"] == "te"
-    if key == "kernels.scaled_grouped":
-        return plan.precision != "fp8" or not plan.model.get("moe")
-    return key == "parallelism.sequence_parallel"
+        return spec.parallelism.pp == 1
+    if key.removeprefix(_KERNELS) in IDLE_BESIDE_TE and spec.kernels.linear == "te":
+        return True
+    return key == "parallelism.sequence_parallel" or bool(unmet_needs(key, spec))
 
 
 def _print_decisions(plan: Plan, console: Console) -> None:

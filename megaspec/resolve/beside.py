@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaspec.checkable import Checkable, PartlyError
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import Problem, RecipeError, chosen_in
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.fill import FILLS, PLAIN, ResolverDraft
@@ -28,10 +28,12 @@ def with_rules(
     *,
     searched: Iterable[str] = (),
     is_for_training: bool = False,
+    has_begun: bool = False,
 ) -> RecipeError:
     """The error with all else that is wrong with the recipe: one report, what is not of its type first.
 
     `searched`: keys that will be decided anew. A run is also told what can be planned only, and data that is not there.
+    `has_begun`: see `settle`.
     """
     if not isinstance(error, PartlyError) or error.checkable is None:
         return error
@@ -47,7 +49,9 @@ def with_rules(
         facts = gather_facts(found.recipe)
     if not is_for_training:
         facts = replace(facts, problems=())
-    return RecipeError([*error.problems, *_problems(found, target, facts, unknown, is_for_training=is_for_training)])
+    chosen = frozenset() if has_begun else chosen_in(found.origins)
+    others = _problems(found, target, facts, unknown, chosen, is_for_training=is_for_training)
+    return RecipeError([*error.problems, *others])
 
 
 def broken_by_all(
@@ -61,7 +65,8 @@ def broken_by_all(
 ) -> list[Problem]:
     """What is wrong with a recipe whatever the keys that are `searched` are decided to be."""
     checkable = Checkable(recipe, frozenset(), origins)
-    return _problems(checkable, target, facts, frozenset(searched), is_for_training=is_for_training)
+    chosen = chosen_in(origins)
+    return _problems(checkable, target, facts, frozenset(searched), chosen, is_for_training=is_for_training)
 
 
 class _WatchedDraft(ResolverDraft):
@@ -83,7 +88,13 @@ class _WatchedDraft(ResolverDraft):
 
 
 def _problems(
-    found: Checkable, target: Target, facts: Facts, unknown: frozenset[str], *, is_for_training: bool
+    found: Checkable,
+    target: Target,
+    facts: Facts,
+    unknown: frozenset[str],
+    chosen: frozenset[str],
+    *,
+    is_for_training: bool,
 ) -> list[Problem]:
     draft = _WatchedDraft(found.recipe, target, facts, unknown)
     for key, plain in PLAIN.items():
@@ -99,7 +110,8 @@ def _problems(
         return []
     decisions = tuple(draft.decisions)
     origins = found.origins
-    case = Case(filled, target, facts, frozenset(decision.key for decision in decisions))
+    decided = frozenset(decision.key for decision in decisions)
+    case = Case(filled, target, facts, decided, chosen)
     asked = {}
     for code, rule in RULES.items():
         if not _reads(fields_read(rule, case), draft.unknown):

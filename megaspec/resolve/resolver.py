@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from megaspec import plugins
 from megaspec.core.axes import world_size
-from megaspec.core.errors import DataError, Problem, RecipeError
+from megaspec.core.errors import DataError, Problem, RecipeError, chosen_in
 from megaspec.core.problems import origin_of, typed_problems
 from megaspec.data.spec import ORDER_VERSION
 from megaspec.data.urls import RemoteData
@@ -107,17 +107,23 @@ def settle(
     origins: Mapping[str, str] | None = None,
     *,
     kept: frozenset[str] = frozenset(),
+    has_begun: bool = False,
     refused: Refused | None = None,
 ) -> Settled:
-    """Fill, then ask every rule. `kept`: paths that were decided when the run began. Raises as `resolve` does."""
+    """Fill, then ask every rule. Raises as `resolve` does.
+
+    `kept`: paths that were decided when the run began. `has_begun`: the recipe is that of a run that goes on, which
+    may be told again what it does not read.
+    """
     origins = origins or {}
+    chosen = frozenset() if has_begun else chosen_in(origins)
     draft = ResolverDraft(recipe, target, facts)
     for fill in FILLS:
         fill(draft)
     decisions = tuple(draft.decisions)
     reasons = {decision.key: f"decided: {decision.reason}" for decision in decisions}
     filled = _typed(draft.content, {**origins, **reasons})
-    case = Case(filled, target, facts, frozenset(reasons) | kept)
+    case = Case(filled, target, facts, frozenset(reasons) | kept, chosen)
     problems = []
     # the quick question first: ways out are tried only where a rule is broken
     if not is_legal(case):

@@ -53,7 +53,7 @@ def resume(
     kept_keys = frozenset(decision.key for decision in kept)
     # where its weights began is behind it
     facts = replace(facts, run_dir=old.run_dir, start=_start_of(old), weights=None)
-    settled = settle(pinned, target, facts, origins, kept=kept_keys, refused=refused)
+    settled = settle(pinned, target, facts, origins, kept=kept_keys, has_begun=True, refused=refused)
     is_decided_anew = any(decision not in old.decisions for decision in settled.decisions)
     settled = replace(settled, decisions=(*settled.decisions, *kept))
     moved = old.samples_moved

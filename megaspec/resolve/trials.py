@@ -7,11 +7,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaspec.core.problems import value_at
-from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.fill import PLAIN, plainly_drafted
 from megaspec.rules.case import Case
-from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import broken_codes
 
 # Of one report, so that a recipe in which everything is wrong is answered as quickly as others.
@@ -40,7 +38,7 @@ def trials(recipe: Recipe, case: Case) -> Callable[[str, Mapping[str, Any]], boo
         # text once more: a changed copy for each trial
         content = json.loads(text)
         _put(content, changes)
-        changed = _filled(content, case.target, case.facts, found)
+        changed = _filled(content, case, found)
         return changed is not None and broken_codes(changed) <= broken_before - {code}
 
     return mends
@@ -54,12 +52,12 @@ def _put(content: dict[str, Any], changes: Mapping[str, Any]) -> None:
             where[name] = value
 
 
-def _filled(content: dict[str, Any], target: Target, facts: Facts, found: frozenset[str]) -> Case | None:
-    """None where the values are out of the bounds of their keys."""
+def _filled(content: dict[str, Any], before: Case, found: frozenset[str]) -> Case | None:
+    """None where the values are out of the bounds of their keys. `before`: the case without the changes."""
     try:
-        draft = plainly_drafted(Recipe.model_validate_json(json.dumps(content)), target, facts)
+        draft = plainly_drafted(Recipe.model_validate_json(json.dumps(content)), before.target, before.facts)
         recipe = Recipe.model_validate_json(json.dumps(draft.content))
     except ValidationError:
         return None
     decided = frozenset(decision.key for decision in draft.decisions)
-    return Case(recipe, target, facts, decided | found)
+    return Case(recipe, before.target, before.facts, decided | found, before.chosen)

@@ -27,6 +27,8 @@ class Case:
     facts: Facts
     decided: frozenset[str]
     """Paths that the resolver filled."""
+    chosen: frozenset[str] = frozenset()
+    """Paths that the command line sets: what the run does not read of them is refused."""
     trial: Callable[[str, Mapping[str, Any]], bool] | None = None
     """Whether changes of settings keep the rule of a code and break no other. None: what is suggested is not tried."""
     mends: Callable[[Mapping[str, Any]], bool] | None = None

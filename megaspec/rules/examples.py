@@ -379,7 +379,9 @@ _MODEL = {
         ("kernels.cross_entropy=triton",), ("kernels.cross_entropy=chunked",), "kernels.cross_entropy"
     ),
     "kernel-attention-merge": Example(
-        ("kernels.attention_merge=triton",), ("kernels.attention_merge=reference",), "kernels.attention_merge"
+        ("parallelism.cp=2", _TP1, "kernels.attention_merge=triton"),
+        ("kernels.attention_merge=reference",),
+        "kernels.attention_merge",
     ),
     "kernel-unpermute": Example(
         (_moe(), "kernels.unpermute=triton"), ("kernels.unpermute=reference",), "kernels.unpermute"
@@ -415,6 +417,31 @@ _MODEL = {
         target=H200_WITH_TE,
     ),
     "kernel-grouped": Example((_moe(), "kernels.grouped=torch"), ("kernels.grouped=reference",), "kernels.grouped"),
+}
+_UNREAD = {
+    "unread-attention-merge": Example(
+        ("kernels.attention_merge=reference",), ("kernels.attention_merge=auto",), "kernels.attention_merge"
+    ),
+    "unread-grouped": Example(("kernels.grouped=reference",), (_moe(),), "kernels.grouped"),
+    "unread-unpermute": Example(("kernels.unpermute=reference",), (_moe(),), "kernels.unpermute"),
+    "unread-gated": Example(
+        ("model.mlp={kind: plain}", "kernels.gated=reference"), ("kernels.gated=auto",), "kernels.gated"
+    ),
+    "unread-rope": Example(
+        ("model.positions={kind: none}", "kernels.rope=reference"), ("kernels.rope=auto",), "kernels.rope"
+    ),
+    "unread-fp8-cast": Example(("kernels.fp8_cast=reference",), ("kernels.fp8_cast=auto",), "kernels.fp8_cast"),
+    "unread-scaled-product": Example(("kernels.scaled_product=reference",), (_FP8,), "kernels.scaled_product"),
+    "unread-scaled-grouped": Example((_moe(), "kernels.scaled_grouped=reference"), (_FP8,), "kernels.scaled_grouped"),
+    "unread-adamw": Example(("optim=sgd", "kernels.adamw=reference"), ("kernels.adamw=auto",), "kernels.adamw"),
+    "unread-bucket": Example(
+        (_TP1, "parallelism.dp_strategy=fsdp", "parallelism.bucket_mb=50"),
+        ("parallelism.dp_strategy=zero1",),
+        "parallelism.bucket_mb",
+    ),
+    "unread-downloads": Example(
+        ("data.download_dir=/scratch",), ("data.blend=[{prefix: 's3://bucket/data/web'}]",), "data.download_dir"
+    ),
 }
 _PRECISION = {
     "precision-gpu": Example(("precision.kind=bf16",), ("precision.kind=fp16",), "precision.kind", target=V100),
@@ -814,6 +841,7 @@ EXAMPLES: dict[str, Example] = {
     **_RECOMPUTE,
     **_OVERLAP,
     **_MODEL,
+    **_UNREAD,
     **_PRECISION,
     **_BATCH,
     **_OPTIM,

@@ -41,5 +41,5 @@ def fields_read(rule: Rule, case: Case) -> frozenset[str]:
     """Dotted paths of the fields that a rule reads of a case; entries of lists as `*`."""
     seen: set[str] = set()
     recipe: Any = _WatchedSection(case.recipe, "", seen)
-    rule(Case(recipe, case.target, case.facts, case.decided))
+    rule(Case(recipe, case.target, case.facts, case.decided, case.chosen))
     return frozenset(seen)

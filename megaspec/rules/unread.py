@@ -1,0 +1,139 @@
+"""Settings that only some runs read, and what a run must have to read each of them.
+
+Rules refuse one that the command line sets for a run that does without (unread_rules.py), and the plan's screen leaves
+out what was decided for nothing. What a file sets is passed over: it sets values for whatever run takes it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megaspec.core.problems import show
+from megaspec.data.urls import all_url_places
+from megaspec.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that a run must have, so that it reads a setting."""
+
+    keys: tuple[str, ...]
+    """Dotted paths of the settings that decide whether it has it, the foremost one first."""
+    is_met: Callable[[Recipe], bool]
+    """Of a recipe. True where what decides is `auto` still."""
+    otherwise: str
+    """What the run does without it, as a clause; `{value}` is that of the foremost key."""
+    way: str
+    """What to set instead, so that it has it."""
+
+    def reason(self, recipe: Recipe) -> str:
+        """What a recipe does without it."""
+        return self.otherwise.format(value=show(setting_at(recipe, self.keys[0]).value))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value of a recipe, and that which it has when nobody sets it."""
+
+    value: Any
+    default: Any
+
+
+def setting_at(recipe: Recipe, key: str) -> Setting:
+    """Of a dotted path; both None where its section is of a kind without such a key."""
+    section: Any = recipe
+    *above, name = key.split(".")
+    for part in above:
+        section = getattr(section, part)
+    # not type(): what notes the fields that a rule reads stands in for sections
+    field = section.__class__.model_fields.get(name)
+    if field is None:
+        return Setting(None, None)
+    return Setting(getattr(section, name), field.default)
+
+
+def _turns_heads(recipe: Recipe) -> bool:
+    """Whether some layer may turn the product of its queries, keys and values by rotary positions: nothing else asks
+    for the kernel."""
+    model = recipe.model
+    kinds = [model.positions]
+    for layer_type in model.layer_types.values():
+        if layer_type.positions is not None:
+            kinds.append(layer_type.positions)
+    return model.attention.turns_product and any(positions.is_rotary for positions in kinds)
+
+
+_CP = Need(
+    ("parallelism.cp",),
+    lambda recipe: recipe.parallelism.cp != 1,
+    "parallelism.cp={value} leaves sequences whole",
+    "parallelism.cp=2",
+)
+_BLOCKS = Need(
+    ("parallelism.context.kind",),
+    lambda recipe: recipe.parallelism.cp == 1 or recipe.parallelism.context.kind != "all_to_all",
+    "parallelism.context.kind={value} attends to whole sequences",
+    "parallelism.context.kind=ring",
+)
+_EXPERTS = Need(
+    ("model.moe",),
+    lambda recipe: recipe.model.moe is not None,
+    "model.moe=null, the model has no experts",
+    "give the model experts with model.moe",
+)
+_FP8 = Need(
+    ("precision.kind",),
+    lambda recipe: recipe.precision.kind == "fp8",
+    "precision.kind={value} computes nothing in fp8",
+    "precision=fp8",
+)
+_GATE = Need(
+    ("model.mlp.kind",),
+    lambda recipe: recipe.model.mlp.kind != "plain",
+    "model.mlp.kind={value} has no gate",
+    "model.mlp.kind=gated",
+)
+_ROTATION = Need(
+    ("model.positions", "model.attention", "model.layer_types"),
+    _turns_heads,
+    "no layer of the model turns its queries and keys right behind the product that makes them",
+    "choose model.positions.kind=rotary, and an attention with nothing before it",
+)
+_ADAMW = Need(
+    ("optim.kind",),
+    lambda recipe: recipe.optim.kind in ("adamw", "muon"),
+    "optim.kind={value} updates no parameter with AdamW",
+    "optim=adamw",
+)
+_BUCKETS = Need(
+    ("parallelism.dp_strategy",),
+    lambda recipe: recipe.parallelism.dp_strategy in ("replicate", "zero1", "auto"),
+    "parallelism.dp_strategy={value} reduces layer by layer",
+    "parallelism.dp_strategy=zero1",
+)
+_URL = Need(
+    ("data.kind", "data.blend", "data.files", "data.valid"),
+    lambda recipe: bool(all_url_places(recipe.data)),
+    "no data is given as a URL, so that nothing is fetched",
+    "give data as a URL",
+)
+
+NEEDS: dict[str, tuple[Need, ...]] = {
+    "kernels.attention_merge": (_CP, _BLOCKS),
+    "kernels.grouped": (_EXPERTS,),
+    "kernels.unpermute": (_EXPERTS,),
+    "kernels.gated": (_GATE,),
+    "kernels.rope": (_ROTATION,),
+    "kernels.fp8_cast": (_FP8,),
+    "kernels.scaled_product": (_FP8,),
+    "kernels.scaled_grouped": (_FP8, _EXPERTS),
+    "kernels.adamw": (_ADAMW,),
+    "parallelism.bucket_mb": (_BUCKETS,),
+    "data.download_dir": (_URL,),
+}
+"""Setting -> what a run must have to read it."""
+
+
+def unmet_needs(key: str, recipe: Recipe) -> tuple[Need, ...]:
+    """What a recipe lacks, so that it does not read a setting; (): it reads it, or every run does."""
+    return tuple(need for need in NEEDS.get(key, ()) if not need.is_met(recipe))
