@@ -234,9 +234,7 @@ def show_found(search: Search) -> None:
         out.print("pp4x2: 2 chunks of layers a rank, interleaved; pp4:zb_v: another schedule")
     is_divided_by_search = any(pipeline.layout is not None for pipeline in pipelines)
     if recipe.parallelism.pipeline.layout is None and is_divided_by_search:
-        out.print(
-            "pp4/6-9: ranks have 6 to 9 layers, as is fastest (parallelism.pipeline.layout in --json and --out)"
-        )
+        out.print("pp4/6-9: ranks have 6 to 9 layers, as is fastest (parallelism.pipeline.layout in --json and --out)")
     if any(unbuilt_problems(one.recipe) for one in found.best):
         out.print("* can be planned, not trained yet; --trainable leaves these out")
 
