@@ -113,7 +113,7 @@ class RankEnd(NamedTuple):
 
 
 RankEnds = dict[tuple[int, tuple[Chunk, ...]], RankEnd]
-"""By pipeline rank and its chunks. Recipes that differ in how layers are divided, and in nothing else, may share one."""
+"""By pipeline rank and its chunks. Recipes that differ in nothing but how layers are divided may share one."""
 
 
 @dataclass(frozen=True)

@@ -463,9 +463,11 @@ def _print_bubble(plan: Plan, console: Console) -> None:
     for line in bubble.chart:
         console.print(escape(line), soft_wrap=True)
     if bubble.seconds_by_time is not None:
-        text = f"layers divided as is fastest would take {seconds_in_words(bubble.seconds_by_time)} a step:"
+        seconds = seconds_in_words(bubble.seconds_by_time)
+        console.print(f"layers divided so would take {seconds} a step; auto searches the schedule too:")
+        # on a line of its own, which is whole wherever it is pasted
         word = in_a_shell(f"parallelism.pipeline.layout='{bubble.layout_by_time or ''}'")
-        console.print(f"{text} {escape(word)}; auto searches the schedule too", soft_wrap=True)
+        console.print(escape(word), soft_wrap=True)
     legend = "pp rank, then time: 0 1 2 forward, a b c backward"
     if any("+" in line for line in bubble.chart):
         legend += ", + weight gradient"

@@ -2,6 +2,7 @@
 number of steps that are simulated."""
 
 import json
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -27,6 +28,7 @@ DENSE = "llama3_8b"
 WINDOWS = "gpt_oss_20b"
 # the first layers are dense, the others have experts
 EXPERTS = "deepseek_v3"
+OF_EXPERTS = ("parallelism.pp=8", "parallelism.ep=8", "parallelism.tp=1")
 
 
 @pytest.fixture(autouse=True)
@@ -163,10 +165,10 @@ def test_divisions_of_llama_3_8b(schedule, chunks, sizes, by_load):
     [
         ("llama3_8b", 4, (*EIGHT_B, "schedule=interleaved", "virtual_stages=8")),
         ("llama3_1_405b", 1024, ("parallelism.pp=16", "schedule=interleaved", "virtual_stages=8")),
-        ("deepseek_v3", 256, ("parallelism.pp=8", "parallelism.ep=8", "parallelism.tp=1", "schedule=zb_v", "virtual_stages=2")),
+        ("deepseek_v3", 256, (*OF_EXPERTS, "schedule=zb_v", "virtual_stages=2")),
     ],
     ids=["8b", "405b", "experts"],
-)  # fmt: skip
+)
 def test_what_is_simulated_is_bounded_and_asked_for_once(name, gpus, words, monkeypatch):
     n_simulated = 0
 
@@ -212,8 +214,9 @@ def test_plan_says_what_the_fastest_division_would_give():
 
 
 def test_what_tune_names_is_what_auto_divides_and_plan_predicts():
-    grid = grid_of("llama3_8b", "train.global_batch=8", "train.batch_ramp=null", "parallelism.pp=4", "parallelism.cp=1", gpus=4)
-    grid = type(grid)(**vars(grid) | {"open": grid.open - {"parallelism.pp", "parallelism.tp", "parallelism.cp"}})
+    grid = grid_of("llama3_8b", *EIGHT_B, "train.batch_ramp=null", gpus=4)
+    # the degrees stay
+    grid = replace(grid, open=grid.open - {"parallelism.pp", "parallelism.tp", "parallelism.cp"})
     named = tune(grid).best
     divided = [one for one in named if one.recipe.parallelism.pipeline.layout is not None]
     assert divided
