@@ -83,11 +83,16 @@ class DivisionSearch:
         self._seconds_of_load = (step.seconds - step.parts["pipeline bubble"]) / self._parts.busiest(by_load)
         best = self._descended(by_load)
         # what a descent ends at depends on where it begins
-        other = divided(*self._parts, to_first=True)
-        if self.fits(other) and self._weigh(other):
-            other = self._descended(other)
-            if self._is_faster(other, best):
-                best = other
+        first_larger = divided(*self._parts, to_first=True)
+        starts = [first_larger]
+        if first_larger[-1]:
+            # the last stage has the head besides, and all micro batches wait for it at the end
+            starts.append(_moved(first_larger, giver=len(first_larger) - 1, taker=0))
+        for start in starts:
+            if self.fits(start) and self._weigh(start):
+                found = self._descended(start)
+                if self._is_faster(found, best):
+                    best = found
         return best
 
     def _descended(self, sizes: Sizes) -> Sizes:

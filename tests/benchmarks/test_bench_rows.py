@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from tests.benchmarks import bench_layouts, bench_rows, bench_train, rank_proces
 from tests.benchmarks.packed_rows import packed_rows
 from tests.benchmarks.peers import mcore_rows
 
+RESULTS = Path(__file__).parent / "results"
 H200 = HARDWARE["H200"]
 # with every package that an implementation is made of
 VERSIONS = {"torch": "2.11.0"} | dict.fromkeys(PACKAGES, "1")
@@ -157,6 +159,23 @@ def test_the_peer_has_the_division_that_ours_has():
         elif "--stages" in run.words:
             assert run.words[run.words.index("--stages") + 1] == found.pop(run.label)
     assert found == {}
+
+
+def test_auto_divides_no_worse_than_what_was_measured():
+    """The divisions of pipelines_four_h200.jsonl, as the plan of today sees them and its own."""
+    divided = {}
+    for text in (RESULTS / "pipelines_four_h200.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if line["side"] == "ours" and "pipeline.layout" in line["layout"]:
+            divided[line["run"]] = line["layout"]
+    (work,) = [one for one in WORKS_OF_FOUR if one.row == "pipelines"]
+    runs = [run for run in work.runs if "pipeline.layout=auto" in run.layout]
+    assert {run.label for run in runs} == set(divided)
+    for run in runs:
+        measured, _ = spec_of(replace(run, layout=divided[run.label]))
+        found, _ = spec_of(run)
+        before = step_time(measured, H200, throughput_of(H200)).seconds
+        assert step_time(found, H200, throughput_of(H200)).seconds <= 1.001 * before, run.label
 
 
 def test_what_tune_names_is_what_is_measured():
