@@ -29,10 +29,7 @@ class LoadParts(NamedTuple):
 
     def busiest(self, sizes: Sequence[int]) -> int:
         """Of the rank that has most to do, with so many layers on each stage."""
-        stages_by_rank: list[list[int]] = [[] for _ in range(max(self.ranks) + 1)]
-        for stage, rank in enumerate(self.ranks):
-            stages_by_rank[rank].append(stage)
-        return max(_loads(sizes, self.layers, self.ends, stages_by_rank))
+        return max(_loads(sizes, self.layers, self.ends, _stages_by_rank(self.ranks)))
 
 
 def load_parts(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> LoadParts:
@@ -74,9 +71,7 @@ def divided(
     what it takes without layers, and who holds it. Of equal ranks the first gets more, which shortens the way to the
     last stage; of a rank's equal stages the last does, so that the first micro batch comes to all ranks sooner, or the
     first with `to_first`."""
-    stages_by_rank: list[list[int]] = [[] for _ in range(max(ranks) + 1)]
-    for stage, rank in enumerate(ranks):
-        stages_by_rank[rank].append(stage)
+    stages_by_rank = _stages_by_rank(ranks)
     if len(stages_by_rank) == len(ends):
         return _in_a_row(layers, ends)
     # a layer at a time, as if all took the mean, to the rank that has least to do
@@ -92,6 +87,14 @@ def divided(
     if max(layers) > min(layers):
         sizes = _moved(sizes, layers, ends, stages_by_rank)
     return tuple(sizes)
+
+
+def _stages_by_rank(ranks: Sequence[int]) -> list[list[int]]:
+    """The stages of each rank, in the order of the model. `ranks`: who holds each stage."""
+    found: list[list[int]] = [[] for _ in range(max(ranks) + 1)]
+    for stage, rank in enumerate(ranks):
+        found[rank].append(stage)
+    return found
 
 
 def _in_a_row(layers: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ one division after the other. A move takes a layer from a stage and gives it to 
 theirs on; it stays where a step is shorter with it and what it needs fits.
 """
 
-from collections.abc import Iterator
+from itertools import permutations
 from typing import Any
 
 from megaspec.estimate.hardware import Hardware
@@ -100,7 +100,7 @@ class DivisionSearch:
         last = None
         while last != sizes:
             last = sizes
-            for giver, taker in self._pairs(sizes):
+            for giver, taker in permutations(range(len(sizes)), 2):
                 # of earlier moves this stage may have nothing left
                 if not sizes[giver]:
                     continue
@@ -113,14 +113,6 @@ class DivisionSearch:
                 if self._is_faster(moved, sizes) and self.fits(moved):
                     sizes = moved
         return sizes
-
-    def _pairs(self, sizes: Sizes) -> Iterator[tuple[int, int]]:
-        """Stages that may give a layer to one another."""
-        stages = range(len(sizes))
-        for giver in stages:
-            for taker in stages:
-                if giver != taker:
-                    yield giver, taker
 
     def _weigh(self, sizes: Sizes) -> bool:
         """Whether the time of a step is known; it is not where all that may be spent is."""
