@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megaspec_kernels.cudnn_library import cudnn_of_torch
+
 PACKAGE = "transformer_engine"
 
 
@@ -40,12 +42,13 @@ class TransformerEngine:
 @cache
 def transformer_engine() -> TransformerEngine:
     """The package. ImportError: it is not installed, and others where its libraries can't be loaded; see `missing`."""
-    # by itself: without it the package swallows what went wrong
-    pytorch = importlib.import_module(f"{PACKAGE}.pytorch")
-    extensions = importlib.import_module(f"{PACKAGE}.pytorch.cpp_extensions")
-    attention = importlib.import_module(f"{PACKAGE}.pytorch.cpp_extensions.fused_attn")
-    # a library that the package has registered under this name
-    functions = importlib.import_module("transformer_engine_torch")
+    with cudnn_of_torch("CUDNN_HOME"):
+        # by itself: without it the package swallows what went wrong
+        pytorch = importlib.import_module(f"{PACKAGE}.pytorch")
+        extensions = importlib.import_module(f"{PACKAGE}.pytorch.cpp_extensions")
+        attention = importlib.import_module(f"{PACKAGE}.pytorch.cpp_extensions.fused_attn")
+        # a library that the package has registered under this name
+        functions = importlib.import_module("transformer_engine_torch")
     return TransformerEngine(extensions.general_gemm, attention, functions, pytorch)
 
 

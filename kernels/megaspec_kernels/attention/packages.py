@@ -4,6 +4,8 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
+from megaspec_kernels.cudnn_library import cudnn_of_torch
+
 # By module: the package that holds it, and the way to install it.
 _WAYS = {
     "cudnn": ("nvidia-cudnn-frontend", "pip install 'megaspec[cudnn]'"),
@@ -25,7 +27,11 @@ MODULES = {
 def require(module: str) -> ModuleType:
     """A module of an optional package. ImportError: it is not installed, or does not load."""
     try:
-        return import_module(module)
+        if module != "cudnn":
+            return import_module(module)
+        # read by its Python alone: the dynamic linker has read its own when the process began
+        with cudnn_of_torch("LD_LIBRARY_PATH"):
+            return import_module(module)
     except (ImportError, OSError) as error:
         package, way = _WAYS[module]
         raise ImportError(f"{module} can't be imported ({error}): it is of the package {package}; {way}") from error
