@@ -27,8 +27,8 @@ from tests.source_patch import PROJECT, Patch, forget_project, install
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pydantic", "safetensors.torch", "pytest"]
 # What takes most of a rank's first second otherwise; nothing of it has run when a rank is forked.
 PRELOAD += ["tokenizers", "megaspec.spec", "megaspec.verify.parity", "megaspec.checkpoint.store"]
-# Four seconds of each rank that compiles something.
-PRELOAD += ["torch._inductor.compile_fx"]
+COMPILER = "torch._inductor.compile_fx"
+"""Four seconds of each rank that compiles something."""
 
 NOT_CONNECTED = "Gloo connectFullMesh failed"
 """What gloo says when the ranks of a new world could not reach each other."""
@@ -49,8 +49,13 @@ def forks() -> ForkServerContext:
     """Makes processes that have PRELOAD loaded, and none of this process's threads. A process has one such server, so
     that all tests have to ask for the same."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    # where there is a GPU, importing the compiler opens its driver, which no fork can then use
+    context.set_forkserver_preload([*PRELOAD] if _has_gpu() else [*PRELOAD, COMPILER])
     return context
+
+
+def _has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class RankPool:
@@ -89,9 +94,12 @@ class RankPool:
         self._worlds += 1
         store = str(Path(self._folder.name) / f"world-{self._worlds}")
         used = self._ranks[:ranks]
-        for rank in used:
+        for index, rank in enumerate(used):
             # by name, so that the function is looked up in the rank's own, perhaps patched, modules
-            rank.pipe.send((task.__module__, task.__qualname__, arguments, more, store, ranks))
+            try:
+                rank.pipe.send((task.__module__, task.__qualname__, arguments, more, store, ranks))
+            except BrokenPipeError:
+                self._give_up(f"rank {index} died")
         results: dict[int, Any] = {}
         deadline = monotonic() + self._timeout
         while len(results) < ranks:
@@ -102,7 +110,8 @@ class RankPool:
                 index = next(i for i, r in enumerate(used) if r.pipe is pipe)
                 try:
                     results[index] = pipe.recv()
-                except EOFError:
+                # reset: it died before it had read what it was sent
+                except (EOFError, ConnectionResetError):
                     self._give_up(f"rank {index} died")
         return [results[i] for i in range(ranks)]
 
