@@ -27,8 +27,7 @@ def main(run_dir: str, *, rank: int, attempt: int, **keywords: Any) -> int:
     raise     an error that nobody expects
 
     `every` of the plan is of all attempts: {"pause": seconds before each step, "flips": a folder}. A rank that finds a
-    file of its number in that folder takes it away, flips a bit of one of its weights, and says that it computes
-    wrongly: it stands in for what finds such a bit.
+    file of its number in that folder takes it away and flips a bit of one of its weights, without a word.
     """
     plan = json.loads((Path(run_dir).parent / "plan.json").read_text())
     every = plan.get("every")
@@ -52,7 +51,6 @@ def before_each_step(every: dict[str, Any], rank: int) -> None:
     with torch.no_grad():
         bits = weight.view(-1)[:1].view(torch.int32)
         bits ^= 1 << 20
-    raise HardwareError("planted: a bit of a weight is flipped", ranks=[rank])
 
 
 def act(run_dir: str, fault: dict[str, Any]) -> None:
