@@ -192,8 +192,8 @@ def fallback_dir_of(run_dir: Path) -> str | None:
 
 
 def fallback_dir_in(spec: object) -> str | None:
-    """`checkpoint.fallback_dir` of a Spec as plain data; None where it says none, or holds weights alone, which are
-    written at once."""
+    """`checkpoint.fallback_dir` of a Spec or a recipe as plain data; None where it says none, or holds weights alone,
+    which are written at once."""
     if not isinstance(spec, dict) or spec.get("holds") == "weights":
         return None
     checkpoint = spec.get("checkpoint")

@@ -56,6 +56,9 @@ def names(folder: Path) -> list[str]:
         return []
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be listed: {os.strerror(error.errno or 0)}") from None
+    except ValueError:
+        # a NUL in it, or what no encoding has
+        raise CheckpointError(f"{folder}: cannot be listed: it is no path") from None
 
 
 def parse_candidate(folder: Path, name: str) -> CandidateFolder | None:

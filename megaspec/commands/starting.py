@@ -178,11 +178,13 @@ def start_ranks(
 def _tell_webhook(prepared: Prepared, code: int, *, since: float) -> None:
     """Tells the webhook how a start ended whose rank 0 could not: it was killed, or hung."""
     webhook = prepared.spec.log.webhook
-    ended = ended_at(prepared.folder / METRICS)
+    elsewhere = file_elsewhere(prepared.spec.checkpoint.fallback_dir, prepared.folder, METRICS)
+    ended = ended_at(prepared.folder / METRICS, elsewhere=elsewhere)
     if webhook is None or (ended is not None and ended >= since):
         return
     meaning = exit_file.MEANINGS.get(code, exit_file.MEANINGS[MegaspecError.exit_code])
-    event = RunEnded(step=last_step(prepared.folder, METRICS), how=f"exit code {code}, {meaning}")
+    step = last_step(prepared.folder, METRICS, elsewhere=elsewhere)
+    event = RunEnded(step=step, how=f"exit code {code}, {meaning}")
     address = address_of(webhook, os.environ)
     why = tell_end(webhook, prepared.folder, name=logged_run(prepared.folder).name, address=address, event=event)
     if why:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from megaspec.checkpoint.fallback import file_elsewhere
 from megaspec.checkpoint.lock import RunLock
 from megaspec.commands.attempt import Setup
 from megaspec.commands.layouts import LayoutOption, first_that_fits, layout_options, resolve_layout, room, specs_of_list
@@ -341,6 +342,7 @@ class Supervisor:
             verdict = Verdict(False, HARDWARE, why)
         else:
             verdict = decide(self.ends, spec.launcher.restarts, spread=random.random())
+        elsewhere = file_elsewhere(spec.checkpoint.fallback_dir, self.folder, METRICS)
         end = AttemptEnd(
             attempt=attempt,
             code=result.code,
@@ -348,7 +350,7 @@ class Supervisor:
             layout=result.layout,
             world_size=result.world_size,
             from_step=from_step,
-            step=max(saved, last_step(self.folder, METRICS)),
+            step=max(saved, last_step(self.folder, METRICS, elsewhere=elsewhere)),
             saved=saved,
             next=verdict.why,
         )

@@ -118,10 +118,17 @@ def _parse(line: bytes) -> AttemptStart | AttemptEnd | None:
     return None
 
 
-def last_step(run_dir: Path, metrics: str) -> int:
-    """The last step that the file of metrics tells of; 0 where it tells of none."""
+def last_step(run_dir: Path, metrics: str, *, elsewhere: Path | None = None) -> int:
+    """The last step that the file of metrics, or what it had no room for, tells of; 0 where they tell of none."""
+    steps = [_last_step(run_dir, metrics)]
+    if elsewhere is not None:
+        steps.append(_last_step(elsewhere.parent, elsewhere.name))
+    return max(steps)
+
+
+def _last_step(folder: Path, name: str) -> int:
     try:
-        fd = open_inside(run_dir, metrics)
+        fd = open_inside(folder, name)
     except OSError:
         return 0
     with open(fd, "rb") as file:

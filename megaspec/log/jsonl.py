@@ -184,9 +184,16 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
 
 
-def ended_at(path: Path) -> float | None:
-    """The time of the end of a run that is the last line of a metrics.jsonl; None where that tells of something else,
-    as of a run whose ranks were killed."""
+def ended_at(path: Path, *, elsewhere: Path | None = None) -> float | None:
+    """The time of the end of a run that is the last line of a metrics.jsonl, or of what it had no room for; None where
+    both tell of something else, as of a run whose ranks were killed."""
+    times = [_ended_at(path)]
+    if elsewhere is not None:
+        times.append(_ended_at(elsewhere))
+    return max((time for time in times if time is not None), default=None)
+
+
+def _ended_at(path: Path) -> float | None:
     try:
         fd = open_inside(path.parent, path.name)
     except OSError:

@@ -9,16 +9,22 @@ kill between the two leaves lines in both places, which `after` tells.
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from errno import EINVAL
 from pathlib import Path
+from typing import BinaryIO
 
 from megaspec.core.bounded_json import parse_json
 from megaspec.core.regular_files import open_inside
 
 # Bytes of a header.
 _LIMIT = 256
+# What two files are compared by.
+_BLOCK = 1 << 16
+_NO_LINES = "holds no lines of a run"
+_ANOTHER_COURSE = "holds lines of another course of the run"
 
 
 class Overflow:
@@ -43,11 +49,11 @@ class Overflow:
             after = _after(file.readline(_LIMIT))
             body = file.read()
         if after is None:
-            raise OSError(EINVAL, "holds no lines of a run")
+            raise OSError(EINVAL, _NO_LINES)
         # a kill came between writing these there and removing them here
         already = min(max(length - after, 0), len(body))
         if os.pread(home, already, after) != body[:already]:
-            raise OSError(EINVAL, "holds lines of another course of the run")
+            raise OSError(EINVAL, _ANOTHER_COURSE)
         self._after = after
         self._moved = already
         self.is_begun = True
@@ -129,6 +135,68 @@ class Overflow:
             self.path.unlink()
             # the run's folder there, unless something is in it
             self.path.parent.rmdir()
+
+
+@dataclass(frozen=True)
+class WaitingLines:
+    """Lines in the other place, for who only reads: the run may be writing there, and may bring them home meanwhile."""
+
+    file: BinaryIO
+    after: int
+    """Bytes of the run's file that they follow."""
+    header: int
+    """Bytes in front of them."""
+
+    @property
+    def length(self) -> int:
+        """Bytes of them that there are now."""
+        return max(0, os.fstat(self.file.fileno()).st_size - self.header)
+
+    def seek(self, n_bytes: int) -> None:
+        """The next bytes that are read of `file` are those behind so many of the lines."""
+        self.file.seek(self.header + n_bytes)
+
+    def refuse_another_course(self, home: BinaryIO, *, length: int, most: int) -> None:
+        """OSError: the run's file, of `length` bytes, goes on with other lines behind `after`. `most` bytes of it are
+        looked at."""
+        already = max(0, min(length - self.after, self.length, most - self.after))
+        home.seek(self.after)
+        self.seek(0)
+        while already > 0:
+            # empty where the run takes lines away meanwhile
+            block = home.read(min(already, _BLOCK))
+            if not block:
+                return
+            if self.file.read(len(block)) != block:
+                raise OSError(EINVAL, _ANOTHER_COURSE)
+            already -= len(block)
+
+
+@contextmanager
+def waiting_lines(path: Path) -> Iterator[WaitingLines | None]:
+    """The lines in the other place; None: there are none. To be entered before the run's file is read: lines that
+    come home after that are read in one of the two.
+
+    OSError: it can't be read, or holds no lines of a run.
+    """
+    try:
+        fd = open_inside(path.parent, path.name)
+    except FileNotFoundError:
+        yield None
+        return
+    except ValueError:
+        # a NUL in it, or what no encoding has
+        raise OSError(EINVAL, "is no path") from None
+    with open(fd, "rb") as file:
+        header = file.readline(_LIMIT)
+        after = _after(header)
+        if after is not None and header.endswith(b"\n"):
+            yield WaitingLines(file, after, len(header))
+        elif len(header) < _LIMIT and not header.endswith(b"\n"):
+            # it is just being written, and nothing is behind it
+            yield None
+        else:
+            raise OSError(EINVAL, _NO_LINES)
 
 
 def _after(header: bytes) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megaspec.checkpoint.fallback import fallback_dir_in, saved_anywhere
+from megaspec.checkpoint.fallback import fallback_dir_in, file_elsewhere, saved_anywhere
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, DataError
 from megaspec.core.frozen import MOST
@@ -23,6 +23,7 @@ from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.prediction import FILE_NAME as PREDICTION
 from megaspec.log.prediction import Prediction
 from megaspec.log.remote import flat
+from megaspec.log.sinks import METRICS
 from megaspec.report.history import History, known_number
 
 SPEC = "spec.json"
@@ -58,6 +59,7 @@ class RunFolder:
             raise DataError(f"{self.path / SPEC} is gone: the folder holds no run any more") from None
         except (OSError, ValueError) as error:
             raise DataError(f"{self.path / SPEC} can't be read: {_why(error)}") from None
+        self.history.elsewhere = file_elsewhere(fallback_dir_in(self.spec), self.path, METRICS)
         self.history.follow()
         self.prediction = self._prediction()
         self.environment = self._environment()
@@ -169,6 +171,8 @@ class RunFolder:
             yield f"{history.path.name} is not there yet: no rank has begun"
         if history.trouble:
             yield history.trouble
+        if history.is_elsewhere:
+            yield f"the newest lines are read from {history.elsewhere}: the run folder has no room for them"
         if history.is_cut:
             yield f"{history.path.name} ends inside of a line, which is not shown: it is just being written, or was cut"
         if history.n_cut:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from megaspec.checkpoint.fallback import fallback_dir_in, file_elsewhere
 from megaspec.checkpoint.lock import RunLock
 from megaspec.core.errors import DataError, Preempted, RecipeError
 from megaspec.log.sinks import METRICS
@@ -60,7 +61,11 @@ class SweepTable:
 
     def follower(self, point: Point) -> Follower:
         """The numbers of a point's run."""
-        return self._followers.setdefault(point.number, Follower(self.folder.path, Path(point.folder, METRICS)))
+        if point.number not in self._followers:
+            elsewhere = file_elsewhere(fallback_dir_in(point.recipe), self.folder.run(point), METRICS)
+            path = Path(point.folder, METRICS)
+            self._followers[point.number] = Follower(self.folder.path, path, elsewhere=elsewhere)
+        return self._followers[point.number]
 
     def set_state(self, state: str) -> None:
         """Keeps what became of the sweep."""

@@ -58,6 +58,11 @@ def test_the_last_step_of_the_metrics(tmp_path):
     lines = ['{"event": "step", "step": 3}', '{"event": "eval", "step": 9}', '{"event": "st']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert last_step(tmp_path, "metrics.jsonl") == 3
+    elsewhere = tmp_path / "other" / "metrics.jsonl"
+    assert last_step(tmp_path, "metrics.jsonl", elsewhere=elsewhere) == 3
+    elsewhere.parent.mkdir()
+    elsewhere.write_text('{"after": 27}\n{"event": "step", "step": 4}\n')
+    assert last_step(tmp_path, "metrics.jsonl", elsewhere=elsewhere) == 4
 
 
 def test_suspects_are_those_of_an_attempt(tmp_path):

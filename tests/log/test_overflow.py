@@ -1,6 +1,7 @@
 """Lines of metrics.jsonl that there was no room for lie in another place until there is: none is lost or doubled,
 through kills at any moment, starts and runs that go back. On a disk that is really full."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megaspec.log import jsonl, overflow
-from megaspec.log.events import EvalDone
-from megaspec.log.jsonl import JsonlSink, is_evaluated, losses_by_step, read_metrics
+from megaspec.log import follow, jsonl, overflow
+from megaspec.log.events import EvalDone, RunEnded
+from megaspec.log.follow import LineFollower
+from megaspec.log.jsonl import JsonlSink, ended_at, is_evaluated, losses_by_step, read_metrics
 from tests.log.events_for_tests import rolled_back, step_done
 from tests.small_disks import empty, fill, small_disk
 
@@ -266,7 +268,147 @@ def test_evaluations_are_known_wherever_their_line_is(places):
     end(sink)
 
 
+def test_an_end_is_known_wherever_its_line_is(places):
+    sink = places.open()
+    tell(sink, range(1, 3))
+    fill(places.disk)
+    tell(sink, range(3, LINES))
+    assert ended_at(places.home, elsewhere=places.elsewhere) is None
+    with pytest.raises(OSError, match="No space"):
+        sink(RunEnded(step=LINES, how="done"))
+    end(sink)
+    assert ended_at(places.home) is None
+    [*_, line] = places.elsewhere.read_text().splitlines()
+    assert ended_at(places.home, elsewhere=places.elsewhere) == json.loads(line)["time"]
+
+
 def test_the_header_counts_bytes_of_the_other_file(places):
     assert overflow._after(b'{"after": 12}\n') == 12
     for text in (b"", b"{}", b'{"after": -1}', b'{"after": true}', b"[1]", b'{"after": "1"}'):
         assert overflow._after(text) is None
+
+
+class Seen(LineFollower):
+    """The steps of all events that were read."""
+
+    def forget(self) -> None:
+        self.steps: list[int] = []
+
+    def take(self, event) -> None:
+        self.steps.append(event["step"])
+
+    def read(self) -> list[int]:
+        self.follow()
+        return self.steps
+
+
+def follower(places: Places) -> Seen:
+    return Seen(places.disk, elsewhere=places.elsewhere)
+
+
+def test_who_follows_reads_each_line_once_wherever_it_is(places):
+    """Read behind every line, and once at each moment alone."""
+    sink = places.open()
+    meanwhile = follower(places)
+    for first in (1, 1 + 2 * LINES):
+        for step in range(first, first + 2 * LINES):
+            if step == first + 3:
+                fill(places.disk)
+            if step == first + LINES:
+                # room for some twenty lines: those that come home are not all
+                (places.disk / "filler").open("r+").truncate((places.disk / "filler").stat().st_size - 8192)
+            if step == first + 2 * LINES - 2:
+                empty(places.disk)
+            tell(sink, range(step, step + 1))
+            assert meanwhile.read() == list(range(1, step + 1))
+            alone = follower(places)
+            assert alone.read() == meanwhile.steps
+            assert (alone.trouble, alone.passed_over, alone.is_cut) == ("", 0, False)
+            assert alone.is_elsewhere == places.elsewhere.exists()
+    assert end(sink) == ""
+
+
+def test_what_comes_home_while_it_is_read_is_read_once(places, monkeypatch):
+    """The run brings lines home between the two files' being opened."""
+    sink = places.open()
+    tell(sink, range(1, 3))
+    fill(places.disk)
+    tell(sink, range(3, LINES))
+    empty(places.disk)
+    real = follow.open_inside
+
+    def open_inside(folder, name):
+        tell(sink, range(LINES, LINES + 1))
+        assert not places.elsewhere.exists()
+        return real(folder, name)
+
+    monkeypatch.setattr(follow, "open_inside", open_inside)
+    assert follower(places).read() == list(range(1, LINES + 1))
+    end(sink)
+
+
+def test_who_follows_sees_lines_go_where_a_run_goes_back(places):
+    sink = places.open()
+    meanwhile = follower(places)
+    tell(sink, range(1, 3))
+    fill(places.disk)
+    tell(sink, range(3, LINES))
+    assert meanwhile.read() == list(range(1, LINES))
+    with pytest.raises(OSError, match="until there is room"):
+        sink(rolled_back(LINES - 20, LINES - 1))
+    assert meanwhile.read() == [*range(1, LINES - 19), LINES - 20]
+    end(sink)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 3, 4, 6, 9, 12, 15, 18])
+def test_who_follows_a_run_that_was_killed_reads_each_line_once(calls, places):
+    sink = places.open()
+    tell(sink, range(1, 3))
+    fill(places.disk)
+    tell(sink, range(3, LINES))
+    end(sink)
+    empty(places.disk)
+    assert start_and_kill(places, LINES - 1, calls) == -9
+    assert follower(places).read() == list(range(1, LINES))
+
+
+def test_lines_of_another_course_are_no_part_of_what_is_followed(places):
+    sink = places.open()
+    tell(sink, range(1, 3))
+    fill(places.disk)
+    tell(sink, range(3, LINES))
+    end(sink)
+    empty(places.disk)
+    kept = places.elsewhere.read_bytes()
+    places.elsewhere.unlink()
+    sink = places.open(LINES - 1)
+    tell(sink, range(LINES, LINES + 20))
+    end(sink)
+    at_home = places.steps()
+    places.elsewhere.parent.mkdir(exist_ok=True)
+    places.elsewhere.write_bytes(kept)
+    seen = follower(places)
+    for _ in range(2):
+        assert seen.read() == at_home
+        assert seen.trouble == f"{places.elsewhere} holds lines of another course of the run; it is left out"
+    for text, said in ((b"notes\n", "holds no lines of a run; it is left out"), (b'{"aft', ""), (b"", "")):
+        places.elsewhere.write_bytes(text)
+        assert seen.read() == at_home
+        assert seen.trouble.removeprefix(f"{places.elsewhere} ") == said
+    places.elsewhere.unlink()
+    places.elsewhere.symlink_to(places.home)
+    assert seen.read() == at_home
+    assert "is a link" in seen.trouble
+    for name in ("a\0b", "\ud800"):
+        assert Seen(places.disk, elsewhere=Path(name)).read() == at_home
+
+
+def test_lines_behind_a_file_that_somebody_has_cut_are_followed(places):
+    sink = places.open()
+    tell(sink, range(1, 3))
+    fill(places.disk)
+    tell(sink, range(3, LINES))
+    end(sink)
+    first = places.steps()[-1] + 1
+    places.home.write_bytes(b"")
+    assert follower(places).read() == list(range(first, LINES))

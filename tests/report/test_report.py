@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megaspec import cli
+from megaspec.checkpoint.fallback import file_elsewhere
 from megaspec.core.errors import DataError
 from megaspec.report.chart import Chart, Curve, Level, bars, thinned
 from megaspec.report.comparison_page import comparison_page
@@ -233,6 +234,38 @@ def test_a_run_that_goes_back_shows_each_step_once(tmp_path):
     (folder / "metrics.jsonl").write_text("\n".join(lines[:10]) + "\n")
     run.read()
     assert list(run.history.steps.steps) == list(range(1, 11))
+
+
+def test_lines_that_the_folder_has_no_room_for_are_shown_each_once_in_order(tmp_path):
+    """They wait in the other place, as log/overflow.py leaves them; some have come home."""
+    other = tmp_path / "other"
+    steps = [step_of(step) for step in range(1, 61)]
+    folder = make_run(tmp_path / "run", events=steps[:30], checkpoint={"fallback_dir": str(other)})
+    waiting = file_elsewhere(str(other), folder, "metrics.jsonl")
+    waiting.parent.mkdir(parents=True)
+    lines = [json.dumps(event) + "\n" for event in steps[20:]]
+    after = (folder / "metrics.jsonl").stat().st_size - len("".join(lines[:10]))
+    waiting.write_text(json.dumps({"after": after}) + "\n" + "".join(lines))
+    run = read(folder)
+    assert list(run.history.steps.steps) == list(range(1, 61))
+    text = texts_of(run_page(run))
+    assert "60 / 300" in text
+    assert f"the newest lines are read from {waiting}: the run folder has no room for them" in text
+    assert list(read(folder).history.steps.steps) == list(run.history.steps.steps)
+    # what comes home is not shown anew
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(lines[10:]) + json.dumps(step_of(61)) + "\n")
+    waiting.unlink()
+    run.read()
+    assert list(run.history.steps.steps) == list(range(1, 62))
+    assert run.history.passed_over == 0
+    assert "no room for them" not in texts_of(run_page(run))
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_another_place_that_is_no_path_is_told(tmp_path, name):
+    text = texts_of(run_page(read(make_run(tmp_path / "run", checkpoint={"fallback_dir": name}))))
+    assert "metrics.jsonl is no path; it is left out" in text
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megaspec.checkpoint.fallback import file_elsewhere
 from megaspec.cli import main
 from megaspec.core.errors import RecipeError
 from megaspec.sweep.results import Follower
@@ -200,6 +201,24 @@ def test_lines_that_are_no_events_are_passed_over_and_told(made, line, told, cap
     assert "\x1b[31m" not in out
     assert Follower(path.parent).read().loss == {1: 4.0, 2: 3.5}
     assert "best loss: point 1" in out
+
+
+def test_lines_that_a_run_folder_has_no_room_for_count(made, capsys):
+    """They wait in the other place of the point's recipe."""
+    lines = [json.loads(line) for line in (made.path / POINTS).read_text().splitlines()]
+    write_points([line | {"recipe": {"checkpoint": {"fallback_dir": "other"}}} for line in lines])
+    run = made.run(made.points()[1])
+    waiting = file_elsewhere("other", run, "metrics.jsonl")
+    waiting.parent.mkdir(parents=True)
+    header = json.dumps({"after": (run / "metrics.jsonl").stat().st_size}) + "\n"
+    waiting.write_text(header + STEP.format(3, 2.5) + STEP.format(4, 2.25))
+    assert main(["sweep", "show", "sweeps/s"]) == 0
+    out = capsys.readouterr().out
+    assert "best loss: point 2" in out
+    assert "2.25" in out
+    waiting.write_text("notes\n")
+    assert main(["sweep", "show", "sweeps/s"]) == 64
+    assert f"{waiting} holds no lines of a run; it is left out" in capsys.readouterr().err
 
 
 def test_numbers_that_are_not_finite_are_shown(made, capsys):
