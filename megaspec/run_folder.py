@@ -16,11 +16,20 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
-from megaspec.checkpoint.examine import Inspect, examine
-from megaspec.checkpoint.fallback import candidates_anywhere, newest_anywhere, path_of_step, saved_anywhere
+from megaspec.checkpoint.examine import Inspect, examine, read_manifest
+from megaspec.checkpoint.fallback import (
+    candidates_anywhere,
+    fallback_dir_of,
+    looked_up_again,
+    newest_anywhere,
+    path_of_step,
+    saved_anywhere,
+    where_now,
+)
 from megaspec.checkpoint.files import sync_folder
-from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, CandidateFolder, step_name
+from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, CandidateFolder, refuse_gone, step_name
 from megaspec.checkpoint.format import FORMAT_VERSION, MANIFEST, Manifest
+from megaspec.checkpoint.in_use import held_for_reading
 from megaspec.checkpoint.lock import LOCK_FOLDER, RunLock
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import (
@@ -412,6 +421,10 @@ class GoodCheckpoint:
 def newest_good(source: Path, run: Spec) -> GoodCheckpoint:
     """The newest good checkpoint of a run, wherever it was saved, for a fork. CheckpointError: there is none, or a
     place of them can't be listed."""
+    return looked_up_again(source, run.checkpoint.fallback_dir, partial(_newest_good, source, run))
+
+
+def _newest_good(source: Path, run: Spec) -> GoodCheckpoint:
     saved = saved_anywhere(source, run.checkpoint.fallback_dir)
     for error in saved.unlisted:
         raise error
@@ -420,6 +433,7 @@ def newest_good(source: Path, run: Spec) -> GoodCheckpoint:
         manifest, problems = examine(candidate.path, candidate.step, deep=True, inspect=own_checkpoint(run))
         if manifest is not None and not problems:
             return GoodCheckpoint(candidate, manifest, tuple(damage))
+        refuse_gone(candidate.path)
         damage += problems
     what = "; ".join(damage) or "no checkpoint was saved there"
     raise CheckpointError(f"{source}: nothing to fork from: {what}")
@@ -438,7 +452,8 @@ def make_fork(place: Path, source: Path, good: GoodCheckpoint, recipe: Recipe, t
     with before_leaving(partial(_undo_fork, place)):
         try:
             # spec.json, which write_run writes last, makes it a run: what the run begins with is there before it
-            copy_checkpoint(good.candidate, good.manifest, place)
+            fallback_dir = fallback_dir_of(source)
+            looked_up_again(source, fallback_dir, partial(_copy_good, source, fallback_dir, good, place))
             failpoint("fork_copied")
             keep_companions(place, kept_companions(source))
             _hand_down(source, place)
@@ -476,6 +491,15 @@ def _undo_fork(place: Path) -> None:
         (place / REMOTE_RUNS).unlink(missing_ok=True)
         # last: while anything is left, it says that this is no run
         (place / FORKING).unlink()
+
+
+def _copy_good(source: Path, fallback_dir: str | None, good: GoodCheckpoint, place: Path) -> None:
+    """Copies what a fork begins with, from where it is now. CheckpointError, WriteError: as `copy_checkpoint`."""
+    candidate = where_now(source, fallback_dir, good.candidate)
+    with held_for_reading(candidate.path):
+        if read_manifest(candidate.path, candidate.step).digest != good.manifest.digest:
+            raise CheckpointError(f"{candidate.path} was saved again meanwhile; nothing was copied")
+        copy_checkpoint(candidate, good.manifest, place)
 
 
 def copy_checkpoint(candidate: CandidateFolder, manifest: Manifest, target: Path) -> None:

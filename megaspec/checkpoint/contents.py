@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import torch
 from torch import Tensor
 
 from megaspec.checkpoint.examine import examine
-from megaspec.checkpoint.fallback import fallback_dir_of, path_of_step, saved_anywhere, tell_elsewhere
+from megaspec.checkpoint.fallback import (
+    fallback_dir_of,
+    looked_up_again,
+    path_of_step,
+    saved_anywhere,
+    tell_elsewhere,
+)
+from megaspec.checkpoint.folders import refuse_gone
 from megaspec.checkpoint.format import DTYPE_BYTES, MANIFEST, Manifest
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.rectangles import Rectangle
@@ -28,6 +36,10 @@ def open_checkpoint(place: Path, step: int | None = None) -> Reader:
             raise CheckpointError(f"{place} is one checkpoint; --step {step} chooses among those of a run")
         return Reader(place)
     fallback_dir = fallback_dir_of(place)
+    return looked_up_again(place, fallback_dir, partial(_open_of_run, place, fallback_dir, step))
+
+
+def _open_of_run(place: Path, fallback_dir: str | None, step: int | None) -> Reader:
     saved = saved_anywhere(place, fallback_dir)
     if not saved.candidates:
         saved.refuse_unseen_newest()
@@ -38,8 +50,10 @@ def open_checkpoint(place: Path, step: int | None = None) -> Reader:
     for candidate in saved.candidates:
         _, problems = examine(candidate.path, candidate.step, deep=False)
         if not problems:
+            reader = Reader(candidate.path)
             tell_elsewhere(place, candidate)
-            return Reader(candidate.path)
+            return reader
+        refuse_gone(candidate.path)
     raise CheckpointError(f"{place}: no checkpoint is whole; megaspec checkpoint verify {place} says what is wrong")
 
 

@@ -2,6 +2,11 @@
 
 Where that has no room for the newest either, a start goes on from it where it is, and saves beside it.
 
+Note "Read while it moves". A checkpoint is whole at home, under its name, before it loses its name in the other place,
+and it loses that only while nobody holds it for reading (in_use.py). So who has it open reads on, and who has found it
+and not opened it yet misses it, looks again and finds it at home: `looked_up_again`. One that is held is removed by a
+later start, which sees that it is the one at home by the digest of its manifest.
+
 Torch-free. `checkpoints/saved-elsewhere.txt` in the run folder names the place, where there was room for a line. It is
 how they are found again when `fallback_dir` was changed, or the run folder was moved. A run that was copied has a note
 of the other one's place: there nothing is removed.
@@ -11,15 +16,17 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 from megaspec.checkpoint import folders
-from megaspec.checkpoint.examine import Inspect, examine, no_objections, whole_steps
+from megaspec.checkpoint.examine import Inspect, examine, no_objections, read_manifest, whole_steps
 from megaspec.checkpoint.files import free_bytes, remove_tree, rename_durably, sync_folder, write_failure
 from megaspec.checkpoint.format import MANIFEST, Manifest
+from megaspec.checkpoint.in_use import unless_held
 from megaspec.checkpoint.retention import kept
 from megaspec.checkpoint.spec import CheckpointSpec
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
@@ -28,6 +35,10 @@ from megaspec.core.regular_files import read_inside
 
 NOTE = "saved-elsewhere.txt"
 _NOTE_LIMIT = 4096
+# Times that a checkpoint is looked for which is gone whenever it is to be read.
+MOST_LOOKS = 5
+
+T = TypeVar("T")
 
 
 def fallback_folder(fallback_dir: str, run_dir: Path) -> Path:
@@ -154,14 +165,51 @@ def candidates_anywhere(run_dir: Path, fallback_dir: str | None) -> tuple[folder
     return saved.candidates
 
 
+def listed(run_dir: Path, fallback_dir: str | None) -> list[str]:
+    """The folders of a run's checkpoints as they are now, for `any_is_gone`. CheckpointError: as saved_anywhere."""
+    return [str(candidate.path) for candidate in saved_anywhere(run_dir, fallback_dir).candidates]
+
+
+def any_is_gone(paths: Sequence[str]) -> bool:
+    """Whether one of these is not there any more: moved home, or deleted since there is a newer one."""
+    return any(folders.is_gone(Path(path)) for path in paths)
+
+
+def where_now(run_dir: Path, fallback_dir: str | None, candidate: folders.CandidateFolder) -> folders.CandidateFolder:
+    """A checkpoint that was listed before, where it is now; the same where it is nowhere, which who reads it says."""
+    if not folders.is_gone(candidate.path):
+        return candidate
+    for found in saved_anywhere(run_dir, fallback_dir).of_step(candidate.step):
+        return found
+    return candidate
+
+
+def looked_up_again(run_dir: Path, fallback_dir: str | None, read: Callable[[], T]) -> T:
+    """What `read` gives, which looks for a checkpoint of a run and reads it; once more where that fails and one was
+    moved meanwhile, see note "Read while it moves". CheckpointError: as `read`."""
+    for _ in range(MOST_LOOKS - 1):
+        before = listed(run_dir, fallback_dir)
+        try:
+            return read()
+        except CheckpointError:
+            if not any_is_gone(before):
+                raise
+    return read()
+
+
 def newest_anywhere(run_dir: Path, fallback_dir: str | None, inspect: Inspect) -> int | None:
     """The step of a run's newest checkpoint that is whole, in its folder or where it was saved elsewhere. Bytes are not
     read. None: there is none. A place that can't be looked into is told where a start looks for what to go on from."""
-    for candidate in saved_anywhere(run_dir, fallback_dir).candidates:
-        _, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
-        if not problems:
-            return candidate.step
-    return None
+
+    def look() -> int | None:
+        for candidate in saved_anywhere(run_dir, fallback_dir).candidates:
+            _, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
+            if not problems:
+                return candidate.step
+            folders.refuse_gone(candidate.path)
+        return None
+
+    return looked_up_again(run_dir, fallback_dir, look)
 
 
 def path_of_step(run_dir: Path, fallback_dir: str | None, step: int, *, asked: str = "--step ") -> Path:
@@ -227,7 +275,7 @@ def adopt(
     those that `spec` keeps beside it, of which the best by `losses`. Others are removed. For who holds the run's lock.
 
     Of a step that is in both the one in the fallback folder is the later one: a run that goes on, or back, has taken
-    home before what was there.
+    home before what was there. But for one that was read then, and is there still: it is removed once nobody does.
 
     One that the run folder has no room for stays where it is, and so does a damaged one. WriteError: the newest stays,
     and nothing says where to save what follows.
@@ -249,11 +297,10 @@ def adopt(
             candidate = left.pop(0)
             step = candidate.step
             wanted = kept({*at_home, step, *(older.step for older in left)}, spec, losses or {})
-            is_later = is_ours and candidate.replaced_by is None
+            is_later = is_ours and candidate.replaced_by is None and not _is_home(candidate, home)
             if step not in wanted or (step in at_home and not is_later):
                 if is_ours:
-                    with contextlib.suppress(OSError):
-                        remove_tree(candidate.path)
+                    _remove_unless_read(candidate)
                 continue
             try:
                 manifest, problems = _copied(candidate, inspect, home)
@@ -270,10 +317,10 @@ def adopt(
                 continue
             at_home.add(step)
             moved.append(step)
-            lines.append(f"step {step} was saved in {place}, and is in {home} now")
-            if is_ours:
-                with contextlib.suppress(OSError):
-                    remove_tree(candidate.path)
+            line = f"step {step} was saved in {place}, and is in {home} now"
+            if is_ours and not _remove_unless_read(candidate):
+                line += "; a later start removes it there"
+            lines.append(line)
         if is_ours:
             _remove_empty(place)
     if noted is not None and noted.step <= max(at_home, default=-1):
@@ -301,10 +348,33 @@ def put_aside_from(run_dir: Path, fallback_dir: str | None, first_step: int, rea
 
 
 def _remove_empty(place: Path) -> None:
-    """Removes the run's folder in the other place, unless something is in it."""
+    """Removes the run's folder in the other place, unless something is in it, and halves of what was removed there."""
+    with contextlib.suppress(OSError, CheckpointError):
+        folders.remove_hidden(place, "deleted")
     for folder in (place, place.parent):
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def _is_home(candidate: folders.CandidateFolder, home: Path) -> bool:
+    """Whether the run folder has a checkpoint that lies elsewhere, or a later one of its step: an earlier start has
+    moved it home, and left it there since it was read."""
+    try:
+        there = read_manifest(candidate.path, candidate.step)
+        here = read_manifest(home / folders.step_name(candidate.step), candidate.step)
+    except CheckpointError:
+        return False
+    # of two starts the later one has the higher token
+    return there.digest == here.digest or there.token < here.token
+
+
+def _remove_unless_read(candidate: folders.CandidateFolder) -> bool:
+    """Removes a checkpoint that nobody reads. -> whether it is gone."""
+    with contextlib.suppress(OSError), unless_held(candidate.path) as is_free:
+        if is_free:
+            folders.delete(candidate.path, candidate.step, candidate.replaced_by or 0)
+            return True
+    return False
 
 
 def _noted(home: Path) -> folders.CandidateFolder | None:

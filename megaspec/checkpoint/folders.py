@@ -80,6 +80,24 @@ def candidates(folder: Path) -> list[CandidateFolder]:
     return sorted(found, key=lambda c: (-c.step, c.replaced_by is not None, -(c.replaced_by or 0)))
 
 
+def is_gone(path: Path) -> bool:
+    """Whether a checkpoint that was listed is not there any more; not where that can't be told."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def refuse_gone(path: Path) -> None:
+    """CheckpointError: a checkpoint that was listed is not there any more. Who wants the newest has to list them again,
+    and to take no older one for it."""
+    if is_gone(path):
+        raise CheckpointError(f"{path}: is not there any more")
+
+
 def highest_generation(folder: Path) -> int:
     """The highest generation that the names of hidden folders mention; 0 when there are none."""
     highest = 0

@@ -7,6 +7,7 @@ read may go: the reader then finds a file missing, and says so.
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from megaspec.core.errors import CheckpointError
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 HELD = (BlockingIOError, PermissionError)
+# Who deletes a checkpoint takes its name away at once; so long it is waited for.
+_WAIT_SECONDS = 2.0
 
 
 def hold(folder: Path, folder_fd: int) -> int | None:
@@ -28,23 +31,33 @@ def hold(folder: Path, folder_fd: int) -> int | None:
         fd = os.open(MANIFEST, os.O_RDONLY | _FLAGS, dir_fd=folder_fd)
     except OSError:
         return None  # who reads it says what is wrong with it
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except HELD:
-        os.close(fd)
-        raise CheckpointError(f"{folder}: is being deleted") from None
-    except OSError:
-        os.close(fd)
-        return None
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except HELD:
+            # until its name is gone: who looks it up again then finds where it is now
+            if _has_its_name(folder, folder_fd) and time.monotonic() < deadline:
+                time.sleep(0.01)
+                continue
+            os.close(fd)
+            raise CheckpointError(f"{folder}: is being deleted") from None
+        except OSError:
+            os.close(fd)
+            return None
+        break
     # it may have lost its name between being opened and being held
-    try:
-        is_same = os.path.samestat(os.stat(folder, follow_symlinks=False), os.fstat(folder_fd))
-    except OSError:
-        is_same = False
-    if not is_same:
+    if not _has_its_name(folder, folder_fd):
         os.close(fd)
         raise CheckpointError(f"{folder}: was deleted")
     return fd
+
+
+def _has_its_name(folder: Path, folder_fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder, follow_symlinks=False), os.fstat(folder_fd))
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

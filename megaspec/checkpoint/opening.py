@@ -6,7 +6,14 @@ from pathlib import Path
 
 from megaspec.checkpoint.comm import Comm, on_first
 from megaspec.checkpoint.examine import Inspect
-from megaspec.checkpoint.fallback import path_of_step, saved_anywhere, tell_elsewhere
+from megaspec.checkpoint.fallback import (
+    MOST_LOOKS,
+    any_is_gone,
+    listed,
+    path_of_step,
+    saved_anywhere,
+    tell_elsewhere,
+)
 from megaspec.checkpoint.folders import CandidateFolder
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.store import Store
@@ -19,6 +26,18 @@ def open_saved(run_dir: Path, fallback_dir: str | None, comm: Comm, *, step: int
 
     CheckpointError: there is none, it is damaged, `inspect` objects to it, or the newest may be where nobody can look.
     """
+    for _ in range(MOST_LOOKS - 1):
+        before = on_first(comm, lambda: listed(run_dir, fallback_dir))
+        try:
+            return _open(run_dir, fallback_dir, comm, step=step, inspect=inspect)
+        except CheckpointError:
+            # fallback.py's note "Read while it moves"; every rank is here, or none
+            if not on_first(comm, partial(any_is_gone, before)):
+                raise
+    return _open(run_dir, fallback_dir, comm, step=step, inspect=inspect)
+
+
+def _open(run_dir: Path, fallback_dir: str | None, comm: Comm, *, step: int | None, inspect: Inspect) -> Reader:
     store = Store(run_dir)
     if step is None:
         among = partial(_newest_first, run_dir, fallback_dir)

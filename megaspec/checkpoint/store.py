@@ -118,6 +118,7 @@ class Store:
         saying what was found in each and the `way_out`, and when this machine or version can't read one.
 
         `among`, without `repair`: those to choose from, newest first, which rank 0 asks for; None: those of this store.
+        One of them that is gone when it is to be read is a CheckpointError: who has listed them looks again.
         """
         assert among is None or not repair, "what lies elsewhere is not this store's to repair"
         candidates = among or partial(folders.candidates, self.folder)
@@ -146,6 +147,8 @@ class Store:
                 else:
                     reader.passed_over = tuple(_listed(found, moved))
                     return reader
+            if among is not None and findings.damage:
+                on_first(comm, partial(folders.refuse_gone, candidate.path))
             reason = "\n".join(findings.damage or findings.objections)
             found[name] = reason
             if repair and findings.damage:

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from megaspec.checkpoint.examine import examine, no_objections
-from megaspec.checkpoint.fallback import Saved, saved_anywhere
+from megaspec.checkpoint.fallback import Saved, saved_anywhere, where_now
 from megaspec.checkpoint.folders import CHECKPOINTS, CandidateFolder, quarantined
 from megaspec.checkpoint.format import Manifest
 from megaspec.core.errors import CheckpointError, printable
@@ -39,6 +39,11 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
     problems: list[str] = []
     for candidate in found:
         manifest, damage = examine(candidate.path, candidate.step, deep=deep, inspect=inspect)
+        now = where_now(run_dir, fallback_dir, candidate)
+        if now.path != candidate.path:
+            # a start of the run has moved it home meanwhile
+            candidate = now
+            manifest, damage = examine(candidate.path, candidate.step, deep=deep, inspect=inspect)
         # A running job may have removed it meanwhile.
         if candidate.path.exists() or candidate.path.is_symlink():
             row = _row(candidate, manifest, damage, deep=deep)

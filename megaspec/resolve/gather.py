@@ -3,13 +3,14 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from megaspec.checkpoint.examine import examine, read_manifest
-from megaspec.checkpoint.fallback import fallback_dir_of, path_of_step, saved_anywhere
-from megaspec.checkpoint.folders import CHECKPOINTS
+from megaspec.checkpoint.fallback import fallback_dir_of, looked_up_again, path_of_step, saved_anywhere
+from megaspec.checkpoint.folders import CHECKPOINTS, refuse_gone
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.spec import InitSpec
 from megaspec.core.errors import CheckpointError
@@ -101,12 +102,7 @@ def _hf_source(source: SourceFacts, init: InitSpec) -> SourceFacts:
 
 def _run_source(source: SourceFacts, init: InitSpec) -> SourceFacts:
     folder = Path(source.path)
-    if init.step is None:
-        manifest = _newest_manifest(folder)
-    else:
-        manifest = read_manifest(
-            path_of_step(folder, fallback_dir_of(folder), init.step, asked="init.step="), init.step
-        )
+    manifest = saved_manifest(folder, init.step)
     try:
         spec = Spec.model_validate_json(json.dumps(without_gone(manifest.spec)))
     except ValidationError as error:
@@ -121,16 +117,24 @@ def _run_source(source: SourceFacts, init: InitSpec) -> SourceFacts:
     return replace(source, model=spec.model, shapes=shapes, digest=manifest.digest, step=manifest.step, family=family)
 
 
-def _newest_manifest(folder: Path) -> Manifest:
-    """Of a run's newest checkpoint whose manifest and sizes are right. CheckpointError: there is none that is seen, or
-    the newest may be where nobody can look."""
-    saved = saved_anywhere(folder, fallback_dir_of(folder))
+def saved_manifest(folder: Path, step: int | None) -> Manifest:
+    """Of a run's checkpoint of a step; None: of the newest whose manifest and sizes are right. CheckpointError: there
+    is none that is seen, or the newest may be where nobody can look."""
+    fallback_dir = fallback_dir_of(folder)
+    return looked_up_again(folder, fallback_dir, partial(_saved_manifest, folder, fallback_dir, step))
+
+
+def _saved_manifest(folder: Path, fallback_dir: str | None, step: int | None) -> Manifest:
+    if step is not None:
+        return read_manifest(path_of_step(folder, fallback_dir, step, asked="init.step="), step)
+    saved = saved_anywhere(folder, fallback_dir)
     saved.refuse_unseen_newest()
     damage = []
     for candidate in saved.candidates:
         manifest, problems = examine(candidate.path, candidate.step, deep=False)
         if manifest is not None and not problems:
             return manifest
+        refuse_gone(candidate.path)
         damage += problems
     nothing = f"{folder / CHECKPOINTS} holds no checkpoint; give the folder of a run that has saved one"
     raise CheckpointError(damage or nothing)
