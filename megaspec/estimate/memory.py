@@ -101,10 +101,16 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
 
 def fullest_within(recipe: Recipe, room: int) -> StageMemory | None:
     """The stage that needs most of a GPU; None once one needs more bytes than `room`: no other is weighed then."""
+    found = fullest_until(recipe, room)
+    return found if found.total <= room else None
+
+
+def fullest_until(recipe: Recipe, room: int) -> StageMemory:
+    """The stage that needs most of a GPU, or the first that needs more bytes than `room`: no other is weighed then."""
     stages = []
     for stage in _by_stage(recipe, "cuda"):
         if stage.total > room:
-            return None
+            return stage
         stages.append(stage)
     return fullest(stages)
 

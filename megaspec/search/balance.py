@@ -1,4 +1,5 @@
-"""Layers divided by load: no pipeline rank has much more to do than another, with the embedding or head it holds.
+"""Layers divided by load: no pipeline rank has much more to do than another, with the embedding or head it holds. And
+where that needs too much memory, divided so that each rank has room.
 
 What ranks wait for each other is not asked here: division.py goes on from this.
 """
@@ -10,11 +11,20 @@ from typing import NamedTuple
 
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.layer_time import layer_times
+from megaspec.estimate.memory import memory_of
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.parallelism.passes import rank_of_stage
-from megaspec.parallelism.stages import EVENLY, Chunk, layout_text
+from megaspec.parallelism.stages import EVENLY, Chunk, layout_text, stage_sizes
 from megaspec.recipe import Recipe
+
+# Of the ranks with most room, those that a layer is offered to; of a rank's stages, those with most layers to give and
+# those with fewest.
+_MOST_TAKERS = 3
+_MOST_STAGES = 3
+# What ranks may need on average, of the room, for moving layers to be tried: it changes the sum by what early stages
+# keep of more micro batches. Of 110 layouts of Llama-3.1 405B and 3 70B that fit so, none had more than 1.085.
+_MOST_ON_AVERAGE = 1.2
 
 
 class LoadParts(NamedTuple):
@@ -61,6 +71,54 @@ def with_sizes(recipe: Recipe, sizes: Sequence[int]) -> Recipe:
     parallelism = recipe.parallelism
     pipeline = parallelism.pipeline.model_copy(update={**EVENLY, "layout": layout_text(sizes)})
     return recipe.model_copy(update={"parallelism": parallelism.model_copy(update={"pipeline": pipeline})})
+
+
+def divided_within(recipe: Recipe, room: int) -> Recipe | None:
+    """A filled recipe whose ranks of some stages need more than `room` bytes, with as many layers moved from the
+    fullest ranks to those with most room as it takes until all have room. None: moving layers does not get there.
+
+    Early stages keep more micro batches than late ones, and the first and the last have tables besides: so the fullest
+    rank may need twice what others do though all have equally much to do.
+    """
+    shape = shape_of(recipe)
+    sizes = stage_sizes(recipe.model.n_layers, recipe.parallelism)
+    stages_by_rank = _stages_by_rank([rank_of_stage(shape, stage) for stage in range(len(sizes))])
+    totals = [one.total for one in memory_of(recipe)]
+    while max(totals) > room:
+        if min(totals) > room or sum(totals) > _MOST_ON_AVERAGE * room * len(totals):
+            return None
+        eased = _eased(recipe, sizes, totals, stages_by_rank)
+        if eased is None:
+            return None
+        sizes, totals = eased
+    return with_sizes(recipe, sizes)
+
+
+def _eased(
+    recipe: Recipe, sizes: Sequence[int], totals: Sequence[int], stages_by_rank: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], list[int]] | None:
+    """The division, and the bytes of each rank, with a layer moved from the fullest rank to one with room, or to
+    another stage of its own, of which fewer micro batches wait. None: none of these moves helps."""
+    in_order = sorted(range(len(totals)), key=totals.__getitem__)
+    fullest_rank = in_order[-1]
+    by_size = sorted(stages_by_rank[fullest_rank], key=lambda stage: -sizes[stage])
+    givers = [stage for stage in by_size[:_MOST_STAGES] if sizes[stage]]
+    for rank in (*in_order[:_MOST_TAKERS], fullest_rank):
+        best = None
+        # of equal ones the late: fewer micro batches wait there
+        takers = sorted(stages_by_rank[rank], key=lambda stage: (sizes[stage], -stage))
+        for giver, taker in product(givers, takers[:_MOST_STAGES]):
+            if giver == taker:
+                continue
+            changed = list(sizes)
+            changed[giver] -= 1
+            changed[taker] += 1
+            changed_totals = [one.total for one in memory_of(with_sizes(recipe, changed))]
+            if _falling(changed_totals) < _falling(totals if best is None else best[1]):
+                best = (tuple(changed), changed_totals)
+        if best is not None:
+            return best
+    return None
 
 
 @lru_cache(maxsize=4096)

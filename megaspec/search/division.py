@@ -3,7 +3,8 @@
 Ranks with equally much to do (balance.py) may still wait for each other: which stages have a layer more decides how a
 pipeline fills and empties. So the division by load is where a local search begins that asks for the predicted time of
 one division after the other. A move takes a layer from a stage and gives it to any other, the stages between pass
-theirs on; it stays where a step is shorter with it and what it needs fits.
+theirs on; it stays where a step is shorter with it and what it needs fits. Where the division by load needs too much
+memory the search begins with one that does not.
 """
 
 from itertools import permutations
@@ -16,7 +17,7 @@ from megaspec.estimate.step_time import RankEnds, step_time
 from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.parallelism.stages import stage_sizes
 from megaspec.recipe import Recipe
-from megaspec.search.balance import divided, divided_by_load, load_parts, with_sizes
+from megaspec.search.balance import divided, divided_by_load, divided_within, load_parts, with_sizes
 from megaspec.search.remedies import broken
 
 # Share of a step's time. Passes are simulated in rounded durations (estimate/step_time.py): what saves less is noise.
@@ -38,7 +39,7 @@ _KEPT: dict[tuple[Any, ...], tuple[Sizes, MeasuredThroughput]] = {}
 def fastest_division(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> Recipe:
     """A filled recipe of several stages, with the pipeline.layout that a search finds fastest: of those that need no
     more memory than `hardware.room` and break no rule that the division by load keeps. That one itself where none is
-    faster, or where it needs more.
+    faster, or where none is found that fits.
 
     The layout that the recipe has says nothing here.
     """
@@ -76,12 +77,20 @@ class DivisionSearch:
         """The fastest division that was found. It depends on nothing but the arguments: what is spent is counted in
         divisions and passes."""
         by_load = stage_sizes(self._recipe.model.n_layers, self._recipe.parallelism)
+        begin = by_load
         if not self.fits(by_load):
-            return by_load
+            within = divided_within(self._recipe, self._hardware.room)
+            if within is None:
+                return by_load
+            begin = stage_sizes(within.model.n_layers, within.parallelism)
+            if not self.fits(begin):
+                return by_load
         step = step_time(self._recipe, self._hardware, self._throughput, ends=self._ends)
         self.seconds[by_load] = step.seconds
         self._seconds_of_load = (step.seconds - step.parts["pipeline bubble"]) / self._parts.busiest(by_load)
-        best = self._descended(by_load)
+        if not self._weigh(begin):
+            return begin
+        best = self._descended(begin)
         # what a descent ends at depends on where it begins
         first_larger = divided(*self._parts, to_first=True)
         starts = [first_larger]

@@ -19,7 +19,7 @@ from megaspec.core.divisors import divisors
 from megaspec.core.frozen import AUTO
 from megaspec.estimate.batch_sizes import data_parallel
 from megaspec.estimate.hardware import Hardware
-from megaspec.estimate.memory import StageMemory, fullest, fullest_within, memory_of
+from megaspec.estimate.memory import StageMemory, fullest, fullest_until, fullest_within, memory_of
 from megaspec.estimate.step_time import StepTime, least_seconds, step_time
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import MeasuredThroughput
@@ -30,7 +30,7 @@ from megaspec.rules.case import Case, can_split_sequences
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import is_legal
 from megaspec.rules.unbuilt import unbuilt_problems
-from megaspec.search.balance import divided_by_load
+from megaspec.search.balance import divided_by_load, divided_within
 from megaspec.search.division import fastest_division
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -60,6 +60,10 @@ _MAX_VIRTUAL = 8
 _MAX_MICRO_BATCH = 16
 # Layouts beside those that are named whose fastest division is searched for, the fastest by load first.
 _MORE_DIVIDED = 6
+# Layouts for which another division is looked for since they do not fit as they are divided by load, the fastest first;
+# and what the first of their ranks that is too full may need of the room, which tells most hopeless ones at once.
+_MOST_TOO_LARGE = 24
+_MOST_TOO_FULL = 2.0
 # By chunks of a rank; gpipe is never faster than 1f1b, and holds more.
 _SCHEDULES = {1: ("1f1b", "zb_h1"), 2: ("interleaved", "zb_v")}
 
@@ -228,20 +232,22 @@ def tune(grid: Grid, *, most: int = 10) -> Found:
         entry, recipe = queue.take()
         if not may_fit.get(entry.layout, True) or not _counts(grid, recipe):
             continue
-        memory = fullest_within(recipe, grid.hardware.room)
-        if memory is not None:
+        memory = fullest_until(recipe, grid.hardware.room)
+        if memory.total <= grid.hardware.room:
             fastest.add(recipe, memory)
             continue
+        fastest.note_too_large(recipe, memory, entry.least)
         queue.recompute_more(entry)
         if entry.layout in may_fit:
             continue
         # if what takes least of a layout does not fit, nothing of it does
         least_memory = [one for one in queue.smallest(entry.layout) if _counts(grid, one)]
-        may_fit[entry.layout] = not least_memory or any(fullest_within(one, grid.hardware.room) for one in least_memory)
+        may_fit[entry.layout] = not least_memory or any(_may_fit(grid, one) for one in least_memory)
         if not fastest:
             total, one = _smallest((*least_memory, recipe))
             if smallest is None or total <= smallest[0]:
                 smallest = (total, one)
+    fastest.divide_within_memory()
     fastest.divide_layers()
     found = fastest.in_order()
     if not found and smallest is not None:
@@ -260,6 +266,8 @@ class _Fastest:
         self._by_division: dict[tuple[object, ...], Candidate] = {}
         # all whose layers are divided by load
         self._by_load: list[Candidate] = []
+        # those that do not fit so, with the seconds that a step takes at least
+        self._too_large: list[tuple[float, Recipe]] = []
         # by identity, which hashes no recipe: those whose division was searched for, and what was found
         self._done: dict[int, Candidate] = {}
         self.limit = inf
@@ -274,6 +282,23 @@ class _Fastest:
         if _is_divided_by_search(self._grid, recipe):
             self._by_load.append(candidate)
         self._take(candidate)
+
+    def note_too_large(self, recipe: Recipe, memory: StageMemory, least: float) -> None:
+        """Keeps a layout that does not fit as its layers are divided by load. `memory`: of the first rank that is too
+        full. `least`: seconds of a step that it takes at least."""
+        is_divided = _is_divided_by_search(self._grid, recipe)
+        if is_divided and memory.total <= _MOST_TOO_FULL * self._grid.hardware.room:
+            self._too_large.append((least, recipe))
+
+    def divide_within_memory(self) -> None:
+        """Takes in those that do not fit as they are divided by load, and do divided otherwise."""
+        self._too_large.sort(key=lambda one: one[0])
+        for least, recipe in self._too_large[:_MOST_TOO_LARGE]:
+            if least >= self.limit:
+                return
+            divided = divided_within(recipe, self._grid.hardware.room)
+            if divided is not None and _counts(self._grid, divided):
+                self.add(divided, fullest(memory_of(divided)))
 
     def in_order(self) -> list[Candidate]:
         """The `most` fastest, the fastest first."""
@@ -343,6 +368,16 @@ def _smallest(recipes: Iterable[Recipe]) -> tuple[int, Recipe]:
     """Bytes of the fullest rank, and the recipe, of that which needs least memory."""
     sizes = [(fullest(memory_of(recipe)).total, recipe) for recipe in recipes]
     return min(sizes, key=lambda one: one[0])
+
+
+def _may_fit(grid: Grid, recipe: Recipe) -> bool:
+    """Whether a layout fits, as its layers are divided or, where the search divides them, with others."""
+    memory = fullest_until(recipe, grid.hardware.room)
+    if memory.total <= grid.hardware.room:
+        return True
+    if not _is_divided_by_search(grid, recipe) or memory.total > _MOST_TOO_FULL * grid.hardware.room:
+        return False
+    return divided_within(recipe, grid.hardware.room) is not None
 
 
 def _counts(grid: Grid, recipe: Recipe) -> bool:

@@ -2,6 +2,7 @@
 number of steps that are simulated."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -15,7 +16,7 @@ from megaspec.plan.plan import make_plan
 from megaspec.resolve.fill import plainly_filled
 from megaspec.resolve.resolver import resolve
 from megaspec.search import division
-from megaspec.search.balance import divided_by_load, with_sizes
+from megaspec.search.balance import divided_by_load, divided_within, with_sizes
 from megaspec.search.division import MOST_WEIGHED, WORTH_MOVING, DivisionSearch, fastest_division
 from megaspec.search.tune import tune
 from tests.search.test_balance import EIGHT_B, FACTS, H200, SPEEDS, resolved, target_of
@@ -125,8 +126,65 @@ def test_it_takes_more_memory_only_where_that_is_there():
         tight = H200.model_copy(update={"memory": int(memory / 0.95)})
         other = fastest_division(recipe, tight, SPEEDS)
         assert other.parallelism.pipeline.layout != found.parallelism.pipeline.layout
-        # where that by load does not fit it is left for who asks to say so
-        assert needs(other) <= needs(by_load)
+        assert needs(other) <= memory
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "pp", "chunks", "batch"),
+    [
+        (DENSE, "1f1b", 4, 1, 8),
+        (DENSE, "1f1b", 3, 1, 6),
+        (DENSE, "zb_h1", 4, 1, 8),
+        (DENSE, "interleaved", 2, 3, 8),
+        (DENSE, "zb_v", 3, 2, 6),
+        (WINDOWS, "1f1b", 4, 1, 8),
+        (EXPERTS, "interleaved", 2, 2, 8),
+    ],
+    ids=str,
+)
+def test_where_the_division_by_load_does_not_fit_it_is_the_best_that_does(model, schedule, pp, chunks, batch):
+    """With room for exactly what one of all other divisions needs, down to the least."""
+    recipe = small(model, schedule, pp, chunks=chunks, batch=batch)
+    every = [with_sizes(recipe, sizes) for sizes in every_division(8, pp * chunks)]
+    weighed = [(needs(one), seconds_of(one)) for one in every]
+    by_load = divided_by_load(recipe, H200, SPEEDS)
+    too_little = sorted({total for total, _ in weighed if total < needs(by_load)})
+    for total in too_little[::3]:
+        # a byte more, by which a share of the memory may be rounded
+        tight = H200.model_copy(update={"memory": math.ceil((total + 1) / 0.95)})
+        found = fastest_division(recipe, tight, SPEEDS)
+        assert needs(found) <= tight.room < needs(by_load)
+        best = min(seconds for needed, seconds in weighed if needed <= tight.room)
+        assert seconds_of(found) <= NEAR * best
+
+
+def test_where_none_fits_it_is_left_for_who_asks_to_say_so():
+    recipe = small(DENSE, "1f1b", 4)
+    least = min(needs(with_sizes(recipe, sizes)) for sizes in every_division(8, 4))
+    by_load = divided_by_load(recipe, H200, SPEEDS)
+    for memory in (least - 1, least // 2):
+        tight = H200.model_copy(update={"memory": int(memory / 0.95)})
+        assert divided_within(by_load, tight.room) is None
+        assert sizes_of(fastest_division(recipe, tight, SPEEDS)) == sizes_of(by_load)
+
+
+def test_tune_finds_a_division_that_fits_where_neither_equal_layers_nor_equal_loads_do():
+    """The first rank keeps four micro batches, the last one: of equal layers it needs 84 GB, and no other over 65."""
+    words = ("parallelism.tp=1", "parallelism.dp_strategy=replicate", "parallelism.recompute.kind=none")
+    grid = grid_of("llama3_8b", *EIGHT_B, *words, "train.batch_ramp=null", gpus=4)
+    tight = H200.model_copy(update={"memory": 80_000_000_000})
+    grid = replace(grid, open=frozenset({"parallelism.pipeline.layout"}), hardware=tight)
+    evenly = grid.recipe
+    assert evenly.parallelism.pipeline.layout is None
+    for one in (evenly, divided_by_load(evenly, tight, SPEEDS)):
+        assert needs(one) > tight.room
+    [found] = tune(grid).best
+    assert found.fits
+    assert needs(found.recipe) == found.memory.total <= tight.room
+    assert sizes_of(found.recipe) == (7, 9, 9, 7)
+    # the fastest that fits, as `auto` divides it
+    assert sizes_of(fastest_division(evenly, tight, SPEEDS)) == (7, 9, 9, 7)
+    assert found.time.seconds < seconds_of(evenly)
 
 
 def test_rules_that_the_division_by_load_keeps_stay_kept():
