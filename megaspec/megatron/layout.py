@@ -2,6 +2,7 @@
 
 from megaspec.megatron.draft import GpusFrom, RecipeDraft
 from megaspec.parallelism.stages import parse_layout
+from megaspec.rules.unread import LAYER_BY_LAYER, has_buckets
 
 _RANKS_FROM = {
     GpusFrom.COMMAND: "GPUs of the command",
@@ -47,7 +48,7 @@ def translate_layout(draft: RecipeDraft) -> None:
     # Megatron switches it off where there is no tp
     is_split = draft["--sequence-parallel"] and draft.tp > 1
     draft.put("parallelism.sequence_parallel", is_split, "--sequence-parallel")
-    _data_parallel(draft)
+    strategy = _data_parallel(draft)
     _rank_order(draft)
     if draft.pp > 1:
         _pipeline(draft)
@@ -59,7 +60,9 @@ def translate_layout(draft: RecipeDraft) -> None:
     reduce = "bf16" if draft["--grad-reduce-in-bf16"] else "fp32"
     draft.put("parallelism.grad_reduce", reduce, "--grad-reduce-in-bf16", ours="fp32")
     draft.used.add("--accumulate-allreduce-grads-in-fp32")
-    if draft.is_given("--ddp-bucket-size"):
+    if not has_buckets(strategy):
+        draft.note("--ddp-bucket-size", LAYER_BY_LAYER.format(value=strategy))
+    elif draft.is_given("--ddp-bucket-size"):
         megabytes = draft["--ddp-bucket-size"] * _GRADIENT_BYTES[reduce] / 1e6
         draft.put("parallelism.bucket_mb", megabytes, "--ddp-bucket-size", remark="parameters there, MB here")
     draft.put("launcher.ranks", draft.gpus, remark=_RANKS_FROM[draft.gpus_from])
@@ -67,8 +70,8 @@ def translate_layout(draft: RecipeDraft) -> None:
     draft.put("launcher.timeout_seconds", seconds, "--distributed-timeout-minutes", ours=600.0)
 
 
-def _data_parallel(draft: RecipeDraft) -> None:
-    """How the optimizer's states, gradients and weights are sharded."""
+def _data_parallel(draft: RecipeDraft) -> str:
+    """How the optimizer's states, gradients and weights are sharded. -> parallelism.dp_strategy."""
     names = ["--use-distributed-optimizer", "--use-torch-fsdp2", "--use-megatron-fsdp"]
     strategy = "replicate"
     if draft["--use-distributed-optimizer"]:
@@ -85,6 +88,7 @@ def _data_parallel(draft: RecipeDraft) -> None:
             strategy = "hsdp"
         draft.put("parallelism.dp_replicate", instances, "--num-distributed-optimizer-instances")
     draft.put("parallelism.dp_strategy", strategy, *names, ours="replicate")
+    return strategy
 
 
 def _rank_order(draft: RecipeDraft) -> None:

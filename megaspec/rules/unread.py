@@ -52,6 +52,11 @@ def setting_at(recipe: Recipe, key: str) -> Setting:
     return Setting(getattr(section, name), field.default)
 
 
+def has_buckets(dp_strategy: str) -> bool:
+    """Whether a data-parallel strategy reduces gradients in buckets."""
+    return dp_strategy in ("replicate", "zero1")
+
+
 def _turns_heads(recipe: Recipe) -> bool:
     """Whether some layer may turn the product of its queries, keys and values by rotary positions: nothing else asks
     for the kernel."""
@@ -105,10 +110,12 @@ _ADAMW = Need(
     "optim.kind={value} updates no parameter with AdamW",
     "optim=adamw",
 )
+LAYER_BY_LAYER = "parallelism.dp_strategy={value} reduces layer by layer"
+"""Of a data-parallel strategy, why it reads no size of buckets."""
 _BUCKETS = Need(
     ("parallelism.dp_strategy",),
-    lambda recipe: recipe.parallelism.dp_strategy in ("replicate", "zero1", "auto"),
-    "parallelism.dp_strategy={value} reduces layer by layer",
+    lambda recipe: recipe.parallelism.dp_strategy == "auto" or has_buckets(recipe.parallelism.dp_strategy),
+    LAYER_BY_LAYER,
     "parallelism.dp_strategy=zero1",
 )
 _URL = Need(

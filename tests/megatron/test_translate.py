@@ -23,6 +23,7 @@ from megaspec.megatron.writing import recipe_text
 from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
+from megaspec.rules.unread import unmet_needs
 from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
 from megaspec.train.spec import BatchRamp, TrainSpec
@@ -754,3 +755,29 @@ def test_checkpoint_flags_of_a_load_belong_to_it():
     for name in ("--use-checkpoint-args", "--use-mp-args-from-checkpoint-args", "--exit-on-missing-checkpoint"):
         assert BY_NAME[name].fate is Fate.DETAIL
         assert f"{name}: belongs to --load" in flat(recipe_text(draft_of(f"{SMALL} {name}")))
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategy"),
+    [
+        ("", "replicate"),
+        ("--use-distributed-optimizer", "zero1"),
+        ("--use-torch-fsdp2", "fsdp"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", "replicate"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "zero1"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "zero2"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", "fsdp"),
+        ("--use-megatron-fsdp --num-distributed-optimizer-instances 4", "hsdp"),
+    ],
+)
+def test_a_bucket_size_is_written_where_it_is_read(flags, strategy, tmp_path):
+    draft = draft_of(f"{SMALL} --ddp-bucket-size 40000000 {flags}")
+    recipe = recipe_of(f"{SMALL} --ddp-bucket-size 40000000 {flags}", tmp_path)
+    assert recipe.parallelism.dp_strategy == strategy
+    is_written = "bucket_mb" in draft.content["parallelism"]
+    assert is_written == (unmet_needs("parallelism.bucket_mb", recipe) == ())
+    assert recipe.parallelism.bucket_mb == (160.0 if is_written else 100.0)
+    told = {} if is_written else {"--ddp-bucket-size": f"parallelism.dp_strategy={strategy} reduces layer by layer"}
+    assert draft.notes == told
+    # and nothing is told of a flag that was not given
+    assert draft_of(f"{SMALL} {flags}").notes == {}
