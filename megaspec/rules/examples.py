@@ -442,6 +442,11 @@ _UNREAD = {
     "unread-downloads": Example(
         ("data.download_dir=/scratch",), ("data.blend=[{prefix: 's3://bucket/data/web'}]",), "data.download_dir"
     ),
+    "unread-downloads-of-set": Example(
+        ("data.valid.web.blend=[{prefix: data/web}]", "data.valid.web.download_dir=/scratch"),
+        ("data.valid.web.blend=[{prefix: 's3://bucket/data/web'}]",),
+        "data.valid.web.download_dir",
+    ),
 }
 _PRECISION = {
     "precision-gpu": Example(("precision.kind=bf16",), ("precision.kind=fp16",), "precision.kind", target=V100),

@@ -153,6 +153,7 @@ RULES: dict[str, Rule] = {
     "unread-adamw": unread_rules.adamw_kernel_is_of_adamw,
     "unread-bucket": unread_rules.buckets_are_of_replicated_weights,
     "unread-downloads": unread_rules.downloads_are_of_urls,
+    "unread-downloads-of-set": unread_rules.downloads_of_sets_are_of_urls,
     "mla-kv-heads": model_rules.latent_attention_has_no_groups,
     "mla-head": model_rules.latent_heads_have_their_parts,
     "mla-rope": model_rules.latent_rotary_part_is_even,

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megaspec.core.fields import NAME
 from megaspec.core.problems import show
-from megaspec.data.urls import all_url_places
+from megaspec.data.urls import all_url_places, url_places
 from megaspec.recipe import Recipe
 
 
@@ -40,16 +41,20 @@ class Setting:
 
 
 def setting_at(recipe: Recipe, key: str) -> Setting:
-    """Of a dotted path; both None where its section is of a kind without such a key."""
+    """Of a dotted path; both None where its section is of a kind without such a key. An evaluation set takes what
+    nobody sets from the training data."""
     section: Any = recipe
     *above, name = key.split(".")
     for part in above:
-        section = getattr(section, part)
+        section = section[part] if isinstance(section, dict) else getattr(section, part)
     # not type(): what notes the fields that a rule reads stands in for sections
     field = section.__class__.model_fields.get(name)
     if field is None:
         return Setting(None, None)
-    return Setting(getattr(section, name), field.default)
+    default = field.default
+    if above[:-1] == ["data", "valid"]:
+        default = getattr(recipe.data, name, default)
+    return Setting(getattr(section, name), default)
 
 
 def has_buckets(dp_strategy: str) -> bool:
@@ -125,6 +130,22 @@ _URL = Need(
     "give data as a URL",
 )
 
+
+def _url_of_set(name: str) -> Need:
+    """Of an evaluation set."""
+
+    def is_met(recipe: Recipe) -> bool:
+        return any(url_places(recipe.data.valid[name]))
+
+    place = f"data.valid.{name}"
+    return Need(
+        (f"{place}.kind", f"{place}.blend", f"{place}.files"),
+        is_met,
+        f"no data of {place} is given as a URL, so that nothing is fetched for it",
+        f"give {place} as a URL",
+    )
+
+
 NEEDS: dict[str, tuple[Need, ...]] = {
     "kernels.attention_merge": (_CP, _BLOCKS),
     "kernels.grouped": (_EXPERTS,),
@@ -139,8 +160,21 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "data.download_dir": (_URL,),
 }
 """Setting -> what a run must have to read it."""
+NEEDS_OF_SETS: dict[str, Callable[[str], tuple[Need, ...]]] = {
+    f"data.valid.{NAME}.download_dir": lambda name: (_url_of_set(name),),
+}
+"""Setting of an evaluation set -> what the set of that name must have, so that the run reads it."""
+
+
+def needs_of(key: str) -> tuple[Need, ...]:
+    """What a run must have to read a setting; (): every run reads it."""
+    name, after = key.removeprefix("data.valid.").partition(".")[::2]
+    of_set = NEEDS_OF_SETS.get(f"data.valid.{NAME}.{after}")
+    if key.startswith("data.valid.") and of_set is not None:
+        return of_set(name)
+    return NEEDS.get(key, ())
 
 
 def unmet_needs(key: str, recipe: Recipe) -> tuple[Need, ...]:
     """What a recipe lacks, so that it does not read a setting; (): it reads it, or every run does."""
-    return tuple(need for need in NEEDS.get(key, ()) if not need.is_met(recipe))
+    return tuple(need for need in needs_of(key) if not need.is_met(recipe))

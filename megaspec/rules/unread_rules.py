@@ -61,6 +61,15 @@ def downloads_are_of_urls(case: Case) -> Problem | None:
     return _unread(case, "data.download_dir")
 
 
+def downloads_of_sets_are_of_urls(case: Case) -> Problem | None:
+    """A folder for downloads of an evaluation set is given where some of its data is a URL."""
+    for name in case.recipe.data.valid:
+        problem = _unread(case, f"data.valid.{name}.download_dir")
+        if problem is not None:
+            return problem
+    return None
+
+
 def _unread(case: Case, key: str) -> Problem | None:
     """What a run lacks that would read a setting of the command line. What we decided is never held against it."""
     needs = [need for need in unmet_needs(key, case.recipe) if case.decided.isdisjoint(need.keys)]

@@ -5,12 +5,13 @@ from pydantic import BaseModel
 
 from megaspec.compose.compose import compose, recompose
 from megaspec.core.errors import RecipeError
+from megaspec.core.fields import NAME
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.resolver import settle
 from megaspec.rules.examples import EXAMPLES, FACTS, H200
 from megaspec.rules.table import RULES
-from megaspec.rules.unread import NEEDS, setting_at, unmet_needs
+from megaspec.rules.unread import NEEDS, NEEDS_OF_SETS, setting_at, unmet_needs
 from tests.rules.composed import composed
 
 CODES = [code for code in RULES if code.startswith("unread-")]
@@ -31,6 +32,15 @@ REFUSED = {
         "kernels.attention_merge=reference is not read: parallelism.context.kind=all_to_all attends to whole sequences;"
         " set kernels.attention_merge=auto, or parallelism.context.kind=ring"
     ),
+    # one of two sets is fetched
+    (
+        "data.valid={web: {blend: [{prefix: 's3://bucket/data/web'}]}, code: {blend: [{prefix: data/code}]}}",
+        "data.valid.code.download_dir=/fast",
+        "data.download_dir=/scratch",
+    ): (
+        "data.valid.code.download_dir=/fast is not read: no data of data.valid.code is given as a URL, so that nothing"
+        " is fetched for it; set data.valid.code.download_dir=/scratch, or give data.valid.code as a URL"
+    ),
 }
 READ = [
     (MERGE, "parallelism.cp=2"),
@@ -47,6 +57,11 @@ READ = [
     ("parallelism.bucket_mb=50", "parallelism.dp_strategy=zero1"),
     ("parallelism.bucket_mb=50", "parallelism.dp_strategy=auto"),
     ("data.download_dir=/scratch", "data.blend=[{prefix: 's3://bucket/data/web'}]"),
+    # of a set, which takes it from the training data
+    ("data.download_dir=/scratch", "data.valid.web.blend=[{prefix: 's3://bucket/data/web'}]"),
+    ("data.valid.web.download_dir=/scratch", "data.valid.web.blend=[{prefix: 's3://bucket/data/web'}]"),
+    # the same that it would take
+    ("data.valid.web.download_dir=runs/downloads", "data.valid.web.blend=[{prefix: data/web}]"),
 ]
 
 
@@ -60,9 +75,14 @@ def unread(words: tuple[str, ...]) -> list[str]:
     return []
 
 
+def _as_in_table(key: str) -> str:
+    return key.replace("data.valid.web.", f"data.valid.{NAME}.")
+
+
 def test_each_setting_of_the_table_has_its_rule():
-    assert sorted(EXAMPLES[code].key for code in CODES) == sorted(NEEDS)
-    assert {words[0].partition("=")[0] for words in READ} == set(NEEDS)
+    settings = {*NEEDS, *NEEDS_OF_SETS}
+    assert sorted(_as_in_table(EXAMPLES[code].key) for code in CODES) == sorted(settings)
+    assert {_as_in_table(words[0].partition("=")[0]) for words in READ} == settings
 
 
 @pytest.mark.parametrize("words", REFUSED)
