@@ -4,13 +4,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megaspec.checkpoint.fallback import adopt, file_elsewhere
+from megaspec.checkpoint.folders import CHECKPOINTS, remove_hidden
 from megaspec.checkpoint.lock import RunLock
 from megaspec.commands.layouts import LayoutOption, Taken, first_that_fits, layout_options
 from megaspec.compose.compose import Composed, recompose
@@ -293,6 +294,9 @@ def prepare_resume(
         refuse_gone_kernels(saved, recipe, origins, command="resume")
         old = saved.spec
         refuse_weights_alone(folder, old)
+        # what a kill left of a save may fill the disk: its ranks would remove it, behind what is written and moved here
+        with suppress(OSError):
+            remove_hidden(folder / CHECKPOINTS, "saving", "deleted")
         # what was saved elsewhere counts: the order of data goes on after the newest step
         # where it was saved, and what is to be kept from now on
         checkpoint = recipe.checkpoint.model_copy(update={"fallback_dir": old.checkpoint.fallback_dir})

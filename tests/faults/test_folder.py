@@ -264,6 +264,35 @@ def test_room_to_change_is_kept_by_who_saves_elsewhere(disk, tmp_path, capfd):
         assert (run / "spec.json").read_bytes() == text
 
 
+def test_a_run_of_an_earlier_version_keeps_room_from_its_next_start_on(larger_disk, tmp_path, capfd):
+    """One that has begun before there was such room: it is kept as soon as a start finds the disk with some."""
+    run = make_run(larger_disk / "run", recipe(fallback_dir=str(tmp_path / "other")))
+    shutil.rmtree(run / ".room")
+    assert main(["resume", str(run)]) == 0
+    for name in ("recipe.json", "target.json", "prediction.json", "spec.json"):
+        assert (run / ".room" / name).stat().st_size >= (run / name).stat().st_size
+    fill(larger_disk)
+    # what another layout has to write, too
+    assert main(["resume", str(run), f"train.steps={STEPS + 2}"]) == 0, capfd.readouterr().err
+    assert free_bytes(larger_disk) == 0
+    assert read_run(run).spec.train.steps == STEPS + 2
+    assert newest_step(run) == STEPS + 2
+
+
+def test_a_disk_that_a_killed_save_has_filled_takes_a_change(larger_disk, tmp_path, capfd):
+    """Also of a run that has kept no room: what is left of the save goes before anything is written."""
+    run = make_run(larger_disk / "run", recipe())
+    assert main(["resume", str(run)]) == 0
+    for kind in ("saving", "deleted"):
+        left = run / "checkpoints" / f".{kind}-00000099-99"
+        left.mkdir()
+        (left / "rank-00000.safetensors").write_bytes(bytes(100_000))
+    fill(larger_disk)
+    assert main(["resume", str(run), f"train.steps={STEPS + 2}"]) == 0, capfd.readouterr().err
+    assert newest_step(run) == STEPS + 2
+    assert not [name for name in os.listdir(run / "checkpoints") if name.startswith(".")]
+
+
 def test_a_full_run_folder_takes_no_change(disk, tmp_path, factory, capfd):
     """What is asked for anew can't be kept where no room is: told, and nothing is begun."""
     run = make_run(disk / "run", recipe(fallback_dir=str(tmp_path / "other")))
