@@ -358,6 +358,8 @@ class Execution:
     copies_values: Literal["never", "hidden", "always"] = "never"
     """Attention takes queries, keys and values that lie by themselves, so that nothing keeps the product that they are
     views of: not at all, in layers where it hides keys or caps scores, or in all."""
+    swaps_heads: bool = False
+    """Ranks of a sequence swap tokens for heads and back, so that attention's output is kept in both orders."""
     seq_len: int = 0
     """Tokens of a sequence, which say whether a window hides keys."""
     recomputed: frozenset[str] = frozenset()

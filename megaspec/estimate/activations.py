@@ -167,6 +167,9 @@ def _core(run: LayerRun, attention: AttentionProducts, *, in_fp8: bool) -> Itera
     if in_fp8:
         # as the product after it takes it
         yield KeptTensor("o.fp8", out)
+    if run.execution.swaps_heads:
+        # as attention made it
+        yield KeptTensor("o.of_heads", out * run.width, freed_by)
     if not run.execution.keeps_scores:
         yield KeptTensor("log_sum", tokens * heads * run.bytes_of("statistic"), by_core)
         return

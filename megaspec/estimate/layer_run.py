@@ -171,9 +171,9 @@ def degrees_of(recipe: Recipe) -> Degrees:
 
 
 def _copies_values(recipe: Recipe) -> Literal["never", "hidden", "always"]:
-    """See Execution. Ranks of a sequence send keys and values to each other, or heads."""
+    """See Execution. Ranks of a sequence put keys and values, or heads, into a tensor that they send."""
     if recipe.parallelism.cp > 1:
-        return "never"
+        return "always"
     copies = CATALOG["attention"].implementations[recipe.kernels.attention].copies_values
     if copies == "hidden" and recipe.data.document_mask:
         return "always"
@@ -182,17 +182,19 @@ def _copies_values(recipe: Recipe) -> Literal["never", "hidden", "always"]:
 
 def layer_run(recipe: Recipe) -> LayerRun:
     """Of a rank of a filled recipe."""
+    parallelism = recipe.parallelism
     return LayerRun(
         tokens=tokens_of(recipe),
         degrees=degrees_of(recipe),
         execution=Execution(
             is_compiled=recipe.kernels.compile == "block",
             keeps_scores=recipe.kernels.attention == "reference",
-            recomputed=recomputed_parts(recipe.parallelism.recompute),
+            recomputed=recomputed_parts(parallelism.recompute),
             fused=fused_operations(recipe),
             copies_values=_copies_values(recipe),
+            swaps_heads=context_split(parallelism.context, parallelism.cp).heads > 1,
             seq_len=recipe.data.seq_len,
         ),
         width=BYTES.get(model_format(recipe.precision), 2),
-        gathers_tokens=recipe.parallelism.dispatch == "all_gather",
+        gathers_tokens=parallelism.dispatch == "all_gather",
     )

@@ -551,6 +551,9 @@ class ContextCore(CausalCore):
             self.scoring,
             self._drop(context, first_head),
         )
+        if context.way.heads is not None:
+            # a ring keeps keys and values of its own: queries shall not keep the tensor that all three came in
+            q_BTNH = q_BTNH.contiguous()
         if context.way.ring is not None:
             return _RingAttention.apply(q_BTNH, k_BTKH, v_BTKH, sinks_N, attention, context.way.ring)
         return _GatheredAttention.apply(q_BTNH, k_BTKH, v_BTKH, sinks_N, attention, context.way.gather)
