@@ -250,14 +250,26 @@ def _mean_text(values: list[float | None]) -> str:
     return f"{statistics.mean(known):,.0f}" if known else ""
 
 
+def gpu_here(field: str) -> str:
+    """Of the first GPU, as nvidia-smi calls it. FileNotFoundError: there is none."""
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()[0]
+
+
 def depth_here(given: str) -> int:
     """Layers of the 8B that this GPU holds."""
     if given != "auto":
         return {"half": 16, "quarter": 8}[given]
-    found = subprocess.run(
-        ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"], capture_output=True, text=True
-    )
-    return 16 if int(found.stdout.splitlines()[0]) > HALF_FITS * 1024 else 8
+    return 16 if int(gpu_here("memory.total")) > HALF_FITS * 1024 else 8
+
+
+def kind_here() -> str:
+    """What `tune` searches for: GPUs as they are here, H200 where there is none."""
+    try:
+        name = gpu_here("name")
+    except FileNotFoundError:
+        return "h200"
+    return "h100" if "H100" in name else "h200"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -292,7 +304,7 @@ def works_of(args: argparse.Namespace) -> list[Work]:
         known += all_works(depth_here(args.depth), quick=args.quick)
     for sequences in TUNED:
         if f"tune{sequences}" in asked:
-            known += tuned_works(sequences, top=args.top, skip=args.skip)
+            known += tuned_works(sequences, top=args.top, skip=args.skip, hardware=kind_here())
     unknown = set(asked) - {work.row for work in known}
     if unknown:
         every = {*ROWS, *(work.row for work in known), *(f"tune{sequences}" for sequences in TUNED)}
