@@ -59,9 +59,10 @@ def assert_falls_back(run: Path, *, to: int, named: str, said: str) -> None:
         assert_holds(reader, 3, 9)
 
 
-def test_200_random_flipped_bits(three_steps, tmp_path) -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_flipped_bits(count, three_steps, tmp_path) -> None:
     rnd = random.Random(1)
-    for i in range(200):
+    for i in range(count):
         run = Path(shutil.copytree(three_steps, tmp_path / "run"))
         file = folder(run, 3) / rnd.choice(FILES)
         data = bytearray(file.read_bytes())

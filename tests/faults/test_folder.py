@@ -197,6 +197,9 @@ def larger_disk(tmp_path):
         yield place
 
 
+# By default the room that is kept is proven by test_room_to_change_is_kept_by_who_saves_elsewhere, saving elsewhere by
+# test_a_full_run_folder_ends_no_attempt_while_there_is_another_place, and layouts that change by test_supervise.py.
+@pytest.mark.slow
 def test_a_full_run_folder_ends_no_run_that_has_to_take_another_layout(larger_disk, tmp_path, factory):
     """Not one byte is left when devices are lost, and come back: the layout changes twice, each time in the room that
     was kept for it, and the run comes to the same numbers."""

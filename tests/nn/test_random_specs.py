@@ -282,7 +282,7 @@ def test_facts_are_what_the_module_is(model: dict[str, Any]) -> None:
     check_kept(model)
 
 
-@settings(max_examples=25, **OPTIONS)
+@settings(max_examples=12, **OPTIONS)
 @given(model=decoders())
 def test_two_ranks_compute_what_one_does(pool: RankPool, model: dict[str, Any]) -> None:
     check_split(model, pool)
