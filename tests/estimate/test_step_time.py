@@ -301,7 +301,7 @@ def test_what_of_experts_is_quantised_in_a_pass_of_its_own(words, gpus, of_numbe
 @pytest.mark.usefixtures("at_the_tables_clock")
 def test_grouped_products_gain_less_by_fp8():
     """14 of 16 layers with 8 experts of 1,024, two of which take each of 8,192 tokens: 1.42 times bf16's rate where
-    dense products have 1.85."""
+    dense products have 1.85, measured at 1,889 MHz where the table has 1,490."""
     without = "model.moe={n_experts: 8, top_k: 2, d_expert: 16, d_shared: 2048}"
     grouped = {}
     for words in (EXPERTS, without):
@@ -313,7 +313,7 @@ def test_grouped_products_gain_less_by_fp8():
                 sizes = {"groups": 8, "m": 16384, "n": n, "k": k, "kind": kind}
                 in_fp8 = THROUGHPUT.grouped_matmul_seconds(**sizes, precision="fp8")
                 in_bf16 = THROUGHPUT.grouped_matmul_seconds(**sizes, precision="bf16")
-                expected += sign * (14 * 1.85 / 1.42 * in_fp8 + 2 * in_bf16)
+                expected += sign * (14 * 1.85 / 1.42 * 1889 / 1490 * in_fp8 + 2 * in_bf16)
     assert grouped[EXPERTS] - grouped[without] == pytest.approx(expected, rel=1e-3)
 
 
