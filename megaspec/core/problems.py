@@ -303,7 +303,7 @@ def _unknown_key(recipe: _RefusedRecipe, key: str, owner: type[BaseModel] | None
         keys_here = [field for field in owner.model_fields if field != "kind"]
     hint = did_you_mean(name, keys_here)
     if not hint:
-        hint = _same_name_elsewhere(recipe.model, name)
+        hint = _same_name_elsewhere(recipe.model, name, value)
     if not hint:
         hint = f"its keys are {', '.join(keys_here)}"
     return f"{text}; {hint}"
@@ -365,12 +365,26 @@ def _where(recipe: _RefusedRecipe, section: str) -> str:
     return " of a recipe"
 
 
-def _same_name_elsewhere(model: type[BaseModel], name: str) -> str:
+def _same_name_elsewhere(model: type[BaseModel], name: str, value: Any) -> str:
     """`did you mean train.steps?`, or "" where no section has a key of that name."""
-    paths = [path for path in field_paths(model) if path.rpartition(".")[2] == name]
-    if not paths:
+    known = field_paths(model)
+    near = [path for path in known if path.rpartition(".")[2] == name]
+    if not near:
         return ""
-    return f"did you mean {one_of(paths[:3])}?"
+    return f"did you mean {one_of([_meant(path, value, known) for path in near[:3]])}?"
+
+
+def _meant(path: str, value: Any, known: Sequence[str]) -> str:
+    """Where a value may belong, so that it is told from where it was put: of a section with one key that key,
+    `profile.steps`; at the top of a recipe with the value, `name=x`."""
+    if not isinstance(value, dict):
+        return path if "." in path else f"{path}={show(value)}"
+    if len(value) == 1:
+        inner = path_below(path, next(iter(value)))
+        near = get_close_matches(inner, [one for one in known if one.startswith(f"{path}.")], n=1)
+        if near:
+            return near[0]
+    return path if "." in path else f"{path} at the top of the recipe"
 
 
 def _section_models(model: type[BaseModel], section: str) -> list[type[BaseModel]]:

@@ -218,6 +218,22 @@ def test_everything_wrong_is_told_at_once_with_the_nearest_key():
     assert {p.origin for p in found} == {"command line"}
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("train.profile.steps=[10,12]", "profile.steps"),
+        ("train.profile.stepz=[10,12]", "profile.steps"),
+        ("train.profile={steps: [10, 12], memory: true}", "profile at the top of the recipe"),
+        ("train.model=hello", "model=hello"),
+        ("log.tokenizer.path=x", "data.prepare.tokenizer or data.tokenizer"),
+    ],
+)
+def test_a_key_of_another_section_is_named_by_its_whole_path(word, meant):
+    """The last name alone reads like what was written."""
+    (problem,) = problems_of("hello", [word])
+    assert problem.message.endswith(f"; did you mean {meant}?")
+
+
 def test_a_key_of_another_kind_says_whose_it_is():
     (problem,) = problems_of("hello", ["optim=sgd", "optim.beta1=0.9"])
     # the kinds that have it follow, as many as there are
