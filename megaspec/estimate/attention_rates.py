@@ -9,6 +9,8 @@ from megaspec.estimate.curves import Seconds
 
 AttentionKind = Literal["causal", "window", "documents"]
 
+HEAD_SIZES = (64, 128)
+"""Sizes of heads that are measured."""
 HEADS = 32
 """Query heads of what is measured."""
 KV_HEADS = 8

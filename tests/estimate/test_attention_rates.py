@@ -113,11 +113,36 @@ def test_auto_takes_the_fastest_that_is_installed(measured: None) -> None:
     assert attention_of("precision.kind=bf16", "data.document_mask=true", target=WITH)[0] == "flex"
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "told"),
+    [
+        ("H100", WIDE, "first of the catalog that runs; not measured on H100: megaspec bench throughput measures it"),
+        # what the command does not measure
+        ("H100", ("model.d_head=96", "precision.kind=bf16"), "not measured on H100 for heads of 96 in bf16"),
+        ("H100", ("model.d_head=128",), "not measured on H100 for heads of 128 in fp32"),
+        ("H200", ("model.d_head=96", "precision.kind=bf16"), "not measured on H200 for heads of 96 in bf16"),
+        ("H200", (*WIDE, "model.attention.score_cap=30.0"), "capped attention scores, leaves out what windows, chunks"),
+        ("H200", (*WIDE, "model.attention.score_cap=30.0"), "; not measured with capped scores"),
+    ],
+)
+def test_what_nobody_measured_is_not_called_the_best(kind: str, words: tuple[str, ...], told: str) -> None:
+    target = H200.model_copy(update={"gpus": 1, "gpu": kind, "gpu_memory": HARDWARE[kind].memory})
+    reason = attention_of(*words, target=target)[1]
+    assert told in reason
+    assert "best" not in reason
+    assert ("bench throughput" in reason) == ("bench throughput" in told)
+
+
+def test_with_dropout_nothing_is_left_to_compare() -> None:
+    reason = attention_of(*WIDE, "model.attention.dropout=0.1", target=H200.model_copy(update={"gpus": 1}))[1]
+    assert reason == "first of the catalog that runs with attention dropout"
+
+
 def test_what_is_faster_and_left_out_is_named_with_the_reason(measured: None) -> None:
     bare = H200.model_copy(update={"gpus": 1})
     fa = "left out: flash_attn takes 25% less, not installed here: pip install 'megaspec[fa]'"
     cudnn = "left out: cudnn takes 28% less, not installed here: pip install 'megaspec[cudnn]'"
-    assert attention_of(*WIDE, target=bare)[1].endswith(f"NVIDIA H200; {fa}")
+    assert attention_of(*WIDE, target=bare)[1].endswith(f"in bf16; {fa}")
     assert attention_of(*DOCUMENTS, target=bare)[1].endswith(f"documents hide; {cudnn}")
     # installing it would not help
     exact = attention_of(*DOCUMENTS, "train.deterministic=true", target=bare)[1]
