@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import parse_count
@@ -230,8 +231,7 @@ def _missing_key(recipe: _RefusedRecipe, key: str) -> str:
 def _wrong_value(recipe: _RefusedRecipe, key: str, errors: list[dict[str, Any]]) -> str:
     """Of a value that is none of the alternatives: each alternative's rule, and what it may have been meant to be."""
     value = value_at(recipe.content, key)
-    rules = list(dict.fromkeys(_rule(error) for error in errors))
-    text = f"{key}={show(value)} must be {' or '.join(rules)}"
+    text = f"{key}={show(value)} must be {_rules_in_words(errors)}"
     if not isinstance(value, str):
         return text
     options: list[str] = []
@@ -246,6 +246,7 @@ def _wrong_value(recipe: _RefusedRecipe, key: str, errors: list[dict[str, Any]])
         return f"{text}; {hint}"
     if any(is_open(one) for one in _annotations(recipe.model, key)):
         return f"{text}; write {key}={{kind: {value}}}, of a plug-in with --plugin PACKAGE"
+    rules = [_rule(error) for error in errors]
     wants_no_text = any("number" in rule or rule == "true or false" for rule in rules)
     if wants_no_text:
         return f"{text}; {_why_text(value)}"
@@ -294,21 +295,64 @@ def _unknown_key(recipe: _RefusedRecipe, key: str, owner: type[BaseModel] | None
     if key in _PLANNING:
         return f"{text}, but a word for plan, tune and verify; {_PLANNING[key]}"
     # other kinds of the same section that have it
-    siblings = []
-    for model in _section_models(recipe.model, section):
-        if name in model.model_fields:
-            siblings += [f"{section}.kind={tag}" for tag in tags_of(model)]
+    siblings = [model for model in _section_models(recipe.model, section) if name in model.model_fields]
     if siblings:
-        return f"{text} but of {one_of(siblings)}; take it away with ~{key}"
+        return f"{text} but of {_of_other_kinds(recipe, key, siblings)}, or take it away with ~{key}"
     keys_here: list[str] = []
     if owner is not None:
         keys_here = [field for field in owner.model_fields if field != "kind"]
     hint = did_you_mean(name, keys_here)
     if not hint:
-        hint = _same_name_elsewhere(recipe.model, name)
+        hint = _same_name_elsewhere(recipe.model, name, value)
     if not hint:
         hint = f"its keys are {', '.join(keys_here)}"
     return f"{text}; {hint}"
+
+
+def _of_other_kinds(recipe: _RefusedRecipe, key: str, others: Sequence[type[BaseModel]]) -> str:
+    """Of a key that only other kinds of its section have: which they are, what is wrong with its value for them all,
+    and the words that choose one which takes it."""
+    section, _, name = key.rpartition(".")
+    value = value_at(recipe.content, key)
+    kinds = []
+    ways = []
+    taking = []
+    errors = []
+    for model in others:
+        found = _errors_of_value(model, name, value)
+        errors += found
+        for tag in tags_of(model):
+            kinds.append(f"{section}.kind={tag}")
+            ways.append(_choosing(recipe, section, tag))
+            if not found:
+                taking.append(ways[-1])
+    if taking:
+        return f"{one_of(kinds)}; set {one_of(taking)}"
+    text = f"{one_of(kinds)}, where it must be {_rules_in_words(errors)};"
+    if isinstance(value, str):
+        hint = did_you_mean(value, dict.fromkeys(word for error in errors for word in _literals(error)))
+        text = f"{text} {hint}".rstrip()
+    return f"{text} set {one_of(ways)}"
+
+
+def _choosing(recipe: _RefusedRecipe, section: str, tag: str) -> str:
+    """What chooses a kind of a section: its option where one is shipped, which sets all that the kind needs."""
+    if tag in recipe.choices.get(section, ()):
+        return f"{section}={tag}"
+    return f"{section}.kind={tag}"
+
+
+def _errors_of_value(model: type[BaseModel], name: str, value: Any) -> list[dict[str, Any]]:
+    """What pydantic refuses of a plain value of a field; nothing of a section or list, whose parts have errors of their
+    own."""
+    if isinstance(value, dict | list):
+        return []
+    tag = tags_of(model)[0]
+    try:
+        model.model_validate_json(to_json({"kind": tag, name: value}))
+    except ValidationError as error:
+        return [one for one in error.errors(include_url=False) if one["loc"][:1] == (name,)]
+    return []
 
 
 def _where(recipe: _RefusedRecipe, section: str) -> str:
@@ -321,12 +365,26 @@ def _where(recipe: _RefusedRecipe, section: str) -> str:
     return " of a recipe"
 
 
-def _same_name_elsewhere(model: type[BaseModel], name: str) -> str:
+def _same_name_elsewhere(model: type[BaseModel], name: str, value: Any) -> str:
     """`did you mean train.steps?`, or "" where no section has a key of that name."""
-    paths = [path for path in field_paths(model) if path.rpartition(".")[2] == name]
-    if not paths:
+    known = field_paths(model)
+    near = [path for path in known if path.rpartition(".")[2] == name]
+    if not near:
         return ""
-    return f"did you mean {one_of(paths[:3])}?"
+    return f"did you mean {one_of([_meant(path, value, known) for path in near[:3]])}?"
+
+
+def _meant(path: str, value: Any, known: Sequence[str]) -> str:
+    """Where a value may belong, so that it is told from where it was put: of a section with one key that key,
+    `profile.steps`; at the top of a recipe with the value, `name=x`."""
+    if not isinstance(value, dict):
+        return path if "." in path else f"{path}={show(value)}"
+    if len(value) == 1:
+        inner = path_below(path, next(iter(value)))
+        near = get_close_matches(inner, [one for one in known if one.startswith(f"{path}.")], n=1)
+        if near:
+            return near[0]
+    return path if "." in path else f"{path} at the top of the recipe"
 
 
 def _section_models(model: type[BaseModel], section: str) -> list[type[BaseModel]]:
@@ -354,6 +412,11 @@ def _annotations(model: type[BaseModel], key: str) -> list[Any]:
         for annotation in found:
             owners += models_of(annotation)
     return found
+
+
+def _rules_in_words(errors: Iterable[dict[str, Any]]) -> str:
+    """What a value must be for one of its alternatives."""
+    return " or ".join(dict.fromkeys(_rule(error) for error in errors))
 
 
 def _rule(error: dict[str, Any]) -> str:

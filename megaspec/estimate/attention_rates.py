@@ -9,6 +9,8 @@ from megaspec.estimate.curves import Seconds
 
 AttentionKind = Literal["causal", "window", "documents"]
 
+HEAD_SIZES = (64, 128)
+"""Sizes of heads that are measured."""
 HEADS = 32
 """Query heads of what is measured."""
 KV_HEADS = 8
@@ -54,11 +56,8 @@ def fastest(
 
     None: fewer than two of `among` were, at heads of this size, so that nothing is compared.
     """
-    times: dict[str, dict[_Point, float]] = {}
-    for rate in rates:
-        if rate.kind == kind and rate.head_size == head_size and rate.implementation in among:
-            points = times.setdefault(rate.implementation, {})
-            points[_Point(rate.tokens, rate.seen)] = rate.seconds
+    times = _times(rates, kind=kind, head_size=head_size)
+    times = {name: points for name, points in times.items() if name in among}
     if len(times) < 2:
         return None
     shared = set.intersection(*(set(points) for points in times.values()))
@@ -67,6 +66,32 @@ def fastest(
     totals = {name: sum(points[point] for point in shared) for name, points in times.items()}
     most = NOISE * min(totals.values())
     return next(name for name in among if totals.get(name, inf) <= most)
+
+
+def faster_ones(rates: Iterable[AttentionRate], than: str, *, kind: AttentionKind, head_size: int) -> dict[str, float]:
+    """Implementations that were measured to take less than another by more than measurements differ, the fastest
+    first, with the share of its time that they take; over the points at which both were measured."""
+    times = _times(rates, kind=kind, head_size=head_size)
+    own = times.pop(than, {})
+    shares = {}
+    for name, points in times.items():
+        shared = own.keys() & points.keys()
+        if not shared:
+            continue
+        share = sum(points[point] for point in shared) / sum(own[point] for point in shared)
+        if NOISE * share < 1:
+            shares[name] = share
+    return dict(sorted(shares.items(), key=lambda one: one[1]))
+
+
+def _times(rates: Iterable[AttentionRate], *, kind: AttentionKind, head_size: int) -> dict[str, dict[_Point, float]]:
+    """Seconds by implementation and point."""
+    times: dict[str, dict[_Point, float]] = {}
+    for rate in rates:
+        if rate.kind == kind and rate.head_size == head_size:
+            points = times.setdefault(rate.implementation, {})
+            points[_Point(rate.tokens, rate.seen)] = rate.seconds
+    return times
 
 
 def against_causal(

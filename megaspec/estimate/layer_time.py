@@ -9,6 +9,7 @@ from megaspec.estimate.attention_rates import against_causal
 from megaspec.estimate.communication import end_collectives, layer_collectives
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.layer_run import layer_run
+from megaspec.estimate.one_order import one_order_cost
 from megaspec.estimate.parameters import rank_parameters
 from megaspec.estimate.tables import tables_in_place
 from megaspec.estimate.throughput import MeasuredThroughput, ProductKind
@@ -334,9 +335,19 @@ class LayerTimes:
 
         # what was measured of all at once holds the noise of one long run: never more than twice the half
         measured = self._pairs(one) * one.share * min(seconds(one.tokens), 2 * seconds(one.tokens / 2))
+        measured *= self._one_order(one, direction)
         if self.hardware.throttles:
             return ATTENTION_HOT * measured
         return measured
+
+    def _one_order(self, one: AttentionWork, direction: Literal["forward", "backward"]) -> float:
+        """How many times as long it takes where gradients are added in one order; 1 where nobody measured it."""
+        if not self.recipe.train.deterministic:
+            return 1.0
+        cost = one_order_cost(self.recipe, self.hardware, one)
+        if cost is None:
+            return 1.0
+        return getattr(cost, direction)
 
     def _pairs(self, one: AttentionWork) -> float:
         """By the table's own figures of the implementation where it has them, else as work.py reckons."""
@@ -454,6 +465,7 @@ def layer_times(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughp
         # what is done once a step is divided among its micro batches
         recipe.train.global_batch,
         recipe.train.trainable,
+        recipe.train.deterministic,
         # which the strategy decides
         tables_in_place(recipe),
     )

@@ -39,6 +39,7 @@ TURNING = 2.6
 MASK_COST = 3.25
 FLEX_COST = 1.49
 FLASH_COST = 1.83
+FLASH_FORWARD_COST = 629 / 320
 # Implementations of packages, which leave out what documents and windows hide.
 OWN_LENGTHS = ("cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "te")
 # Bytes that the cast to fp8 moves of a number in bf16: one kernel reads it once and writes it in both layouts.
@@ -141,6 +142,8 @@ class AttentionWork:
     """A query sees so many keys; None: all of the past, or what no window says."""
     is_plain: bool = True
     """Whole sequences, of which a window hides keys at most: what implementations are measured at."""
+    hides_keys: bool = False
+    """Documents, a window or a chunk hide keys, or scores are capped."""
 
 
 @dataclass
@@ -356,6 +359,7 @@ def _attention_work(recipe: Recipe, run: LayerRun, attention: AttentionProducts)
         document_length=document_length,
         window=window,
         is_plain=heads_split == cp and not hides_otherwise,
+        hides_keys=hides_otherwise or window is not None,
     )
 
 

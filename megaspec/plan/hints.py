@@ -9,6 +9,7 @@ from megaspec.core.problems import show
 from megaspec.core.units import bytes_in_words, seconds_in_words
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
+from megaspec.estimate.one_order import MEASURED_ON, attention_kinds, one_order_cost, why_not_measured
 from megaspec.estimate.step_time import exposed_collectives, step_time
 from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.estimate.topology import topology_of
@@ -19,10 +20,6 @@ from megaspec.search.changes import within_a_node
 from megaspec.search.remedies import broken, in_words, overrides_of
 from megaspec.spec import Spec
 from megaspec_kernels.catalog import choose
-
-# How many times as long a step takes with deterministic operations: Llama-3.2-1B, and Llama-3-8B at half depth, on one
-# H200 (tests/benchmarks/results/deterministic_one_h200.jsonl).
-DETERMINISTIC = (1.24, 1.22)
 
 
 class Hint(Frozen):
@@ -41,7 +38,7 @@ def hints(spec: Spec, hardware: Hardware, throughput: MeasuredThroughput, *, sec
     return (
         *_attention_dropout(spec, hardware, throughput, seconds),
         *_wide_tp(spec, hardware, throughput, seconds),
-        *_deterministic(spec),
+        *_deterministic(spec, hardware, throughput, seconds),
         *_checks(spec, hardware, seconds),
     )
 
@@ -78,16 +75,37 @@ def _checks(spec: Spec, hardware: Hardware, seconds: float) -> Iterator[Hint]:
         yield Hint(key=key, text=f"{key} {', '.join(told)}", overrides=tuple(overrides))
 
 
-def _deterministic(spec: Spec) -> Iterator[Hint]:
-    """The times of a plan are those of the fastest kernels, whose sums come in any order."""
+def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughput, seconds: float) -> Iterator[Hint]:
+    """What gradients in one order take, as far as that was measured."""
     if not spec.train.deterministic or spec.device != "cuda":
         return
     key = "train.deterministic"
-    least = min(DETERMINISTIC)
-    most = max(DETERMINISTIC)
-    text = f"{key}=true takes other kernels than these times are of: a step took {least} to {most} times as long on one"
-    text += " H200; without it a run that goes on has its sums in another order"
-    yield Hint(key=key, text=text, overrides=(f"{key}=false",))
+    costs = []
+    not_measured = []
+    for attention in attention_kinds(spec):
+        cost = one_order_cost(spec, hardware, attention)
+        if cost is not None:
+            costs.append(f"{cost.forward:.1f} times as long forward and {cost.backward:.1f} times backward")
+        else:
+            not_measured.append(f"attention {why_not_measured(spec, hardware, attention)}")
+    if spec.model.moe is not None:
+        not_measured.append("experts")
+    told = []
+    if costs:
+        train = spec.train.model_copy(update={"deterministic": False})
+        in_any_order = step_time(spec.model_copy(update={"train": train}), hardware, throughput).seconds
+        told.append(
+            f"FlashAttention-2 is reckoned to take {_each_once(costs)} as cuDNN (measured on {MEASURED_ON}),"
+            f" {seconds_in_words(seconds)} a step for {seconds_in_words(in_any_order)} without it"
+        )
+    if not_measured:
+        told.append(f"not measured with it: {_each_once(not_measured)}, reckoned as with sums in any order")
+    told.append("without it a run that goes on has its sums in another order")
+    yield Hint(key=key, text=f"{key}=true: {'; '.join(told)}", overrides=(f"{key}=false",))
+
+
+def _each_once(texts: list[str]) -> str:
+    return " and ".join(dict.fromkeys(texts))
 
 
 def _attention_dropout(

@@ -14,6 +14,7 @@ from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
 from megaspec.plan.plan import Fit, MachineMemory, Message, Plan, RankGroup, RankView, SchedulePart, make_plan
 from megaspec.resolve.fill import PLAIN
+from megaspec.rules.unbuilt import feature_of
 from megaspec.rules.unread import unmet_needs
 from megaspec.search.tune import SEARCHED
 from megaspec.spec import Decision, Spec
@@ -104,7 +105,8 @@ def print_whole_plan(plan: Plan, console: Console, *, data: str = "") -> None:
     _print_lines(_checkpoint(plan), console)
     _print_lines(_resume(plan), console)
     if plan.unbuilt:
-        console.print(f"\n[bold]Can be planned, not trained yet:[/] {escape(', '.join(plan.unbuilt))}")
+        told = ", ".join(f"{key} ({feature_of(key)})" for key in plan.unbuilt)
+        console.print(f"\n[bold]Can be planned, not trained yet:[/] {escape(told)}")
     console.print()
     _print_decisions(plan, console)
 

@@ -20,7 +20,7 @@ from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
 from megaspec.core.remote_files import is_url
 from megaspec.data.spec import IndexedSpec
-from megaspec.estimate.attention_rates import fastest, kind_of
+from megaspec.estimate.attention_rates import HEAD_SIZES, AttentionRate, faster_ones, fastest, kind_of
 from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
@@ -34,7 +34,7 @@ from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.spec import Decision
-from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, Use, choose, runs_on
+from megaspec_kernels.catalog import CATALOG, HALF, IDLE_BESIDE_TE, PACKAGES, Use, choose, runs_on, unmet
 
 MICRO_BATCH_TOKENS = 8192
 # Tokens of a micro batch · d_model², from which on a GPU takes longer for a compiled layer than the host does for
@@ -502,10 +502,6 @@ def kernels(draft: ResolverDraft) -> None:
     where = f"the best that runs on {draft.target.gpu or device}"
     # what decides beside the device, where something does
     reasons = {"grouped": f"{where} in {use.precision}"}
-    if use.attention_dropout:
-        reasons["attention"] = f"{where} with attention dropout"
-    elif use.score_cap:
-        reasons["attention"] = f"{where} with capped attention scores"
     if use.narrow_states:
         reasons["adamw"] = f"{where} with the states of optim.formats"
     packages = draft.target.versions
@@ -519,6 +515,10 @@ def kernels(draft: ResolverDraft) -> None:
             if measured is not None:
                 best = measured
                 reason = f"the fastest that was measured on {draft.target.gpu} for heads of {use.head_size}"
+                if use.deterministic:
+                    reason += " with sums in any order"
+            elif device == "cuda":
+                reason = _first_of_the_catalog(use)
             if best == "sdpa" and device == "cuda" and use.deterministic:
                 reason += ", FlashAttention-2 with train.deterministic=true"
         if operation in IDLE_BESIDE_TE and use.fp8_recipe is not None and draft["kernels.linear"] == "te":
@@ -528,6 +528,10 @@ def kernels(draft: ResolverDraft) -> None:
             reason += ", leaves out what windows, chunks or documents hide"
         if chosen.writes_fp8 and operation in use.writes_fp8:
             reason += ", writes fp8 itself by delayed scales"
+        if operation == "attention" and device == "cuda":
+            if measured is None:
+                reason += _not_measured(draft.target, use)
+            reason += _faster_but_left_out(best, draft.target, use)
         draft.fill(f"kernels.{operation}", best, reason)
     if device == "cuda":
         draft.fill("kernels.compile", "block", "fuses what lies between matrix products")
@@ -537,16 +541,65 @@ def kernels(draft: ResolverDraft) -> None:
 
 def _fastest_attention(target: Target, use: Use) -> str | None:
     """By the shipped table of such a GPU; None where it has nothing to compare."""
-    hardware = hardware_of(target)
-    if target.device != "cuda" or hardware is None or use.head_size is None:
+    if use.head_size is None:
         return None
-    names = runs_on("attention", device="cuda", sm=target.sm, use=use, packages=target.versions)
-    return fastest(
-        throughput_of(hardware).attention_rates,
-        among=names,
-        kind=kind_of(documents=use.documents, window=use.window),
-        head_size=use.head_size,
-    )
+    names = runs_on("attention", device=target.device, sm=target.sm, use=use, packages=target.versions)
+    kind = kind_of(documents=use.documents, window=use.window)
+    return fastest(_attention_rates(target), among=names, kind=kind, head_size=use.head_size)
+
+
+def _first_of_the_catalog(use: Use) -> str:
+    """Why an implementation of attention is taken where no two were measured for the use."""
+    reason = "first of the catalog that runs"
+    if use.attention_dropout:
+        return f"{reason} with attention dropout"
+    if use.score_cap:
+        return f"{reason} with capped attention scores"
+    return reason
+
+
+def _not_measured(target: Target, use: Use) -> str:
+    """That nothing compares implementations of attention for the use, with the command that would measure them."""
+    if use.attention_dropout:
+        # nothing else runs
+        return ""
+    if use.score_cap:
+        return "; not measured with capped scores"
+    can_be_measured = hardware_of(target) is not None and use.head_size in HEAD_SIZES and use.precision in HALF
+    if can_be_measured and not _attention_rates(target):
+        return f"; not measured on {target.gpu}: megaspec bench throughput measures it"
+    return f"; not measured on {target.gpu} for heads of {use.head_size} in {use.precision}"
+
+
+def _faster_but_left_out(best: str, target: Target, use: Use) -> str:
+    """What was measured to be faster than what is taken, and why it is not taken; "" where nothing was.
+    With capped scores nothing was measured."""
+    if use.head_size is None or use.score_cap:
+        return ""
+    kind = kind_of(documents=use.documents, window=use.window)
+    left_out = []
+    for name, share in faster_ones(_attention_rates(target), best, kind=kind, head_size=use.head_size).items():
+        left_out.append(f"{name} takes {1 - share:.0%} less, {_why_not(name, target, use)}")
+    if not left_out:
+        return ""
+    return f"; left out: {'; '.join(left_out)}"
+
+
+def _why_not(name: str, target: Target, use: Use) -> str:
+    """Why an implementation of attention is not taken: what installing its package does not change comes first."""
+    need = CATALOG["attention"].implementations[name]
+    unmet_anyway = unmet("attention", name, device=target.device, sm=target.sm, use=use, packages=PACKAGES)
+    if unmet_anyway is not None:
+        return unmet_anyway
+    return f"not installed here: {need.install}"
+
+
+def _attention_rates(target: Target) -> tuple[AttentionRate, ...]:
+    """Of such a GPU; none of a CPU, and of GPUs that nobody measured."""
+    hardware = hardware_of(target)
+    if target.device != "cuda" or hardware is None:
+        return ()
+    return throughput_of(hardware).attention_rates
 
 
 def _kernel_use(draft: ResolverDraft) -> Use:

@@ -5,9 +5,10 @@ from dataclasses import replace
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.core.units import counted
-from megaspec.precision.spec import Fp8Precision
+from megaspec.precision.spec import Fp8Precision, fp8_recipe
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import use_of
+from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
 from megaspec.rules.ways import Way, way_out
 from megaspec_kernels.catalog import IDLE_BESIDE_TE, choose, unmet
 
@@ -93,7 +94,15 @@ def cross_entropy_kernel_runs(case: Case) -> Problem | None:
 
 def linear_kernel_runs(case: Case) -> Problem | None:
     """The implementation of linear layers' products runs on the target, in the model's format."""
-    return _kernel(case, "linear")
+    recipe = fp8_recipe(case.recipe.precision)
+    if case.recipe.kernels.linear != "te" or case.target.device != "cuda" or recipe not in BLACKWELL_RECIPES:
+        return _kernel(case, "linear")
+    if case.target.sm < _BLACKWELL:
+        # the rule of the recipe says so
+        return None
+    # another kernel alone would be planned, and refused by train
+    text = f"precision.recipe={recipe} {NEEDS_BLACKWELL}, with kernels.linear=te no more than with torch"
+    return Problem("precision.recipe", f"{text}; set precision.recipe=tensorwise and kernels.linear=torch")
 
 
 def te_casts_run_on_the_gpu(case: Case) -> Problem | None:

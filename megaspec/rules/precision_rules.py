@@ -11,6 +11,7 @@ from megaspec.core.units import counted
 from megaspec.optim.spec import AdamWSpec
 from megaspec.precision.spec import Fp8Precision
 from megaspec.rules.case import Case
+from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
 from megaspec.rules.ways import Way, way_out
 
 # The first compute capability whose tensor cores take bf16.
@@ -29,9 +30,7 @@ _FP8_SM = {
 _FP8_UNIT = {"tensorwise": 16, "delayed": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 32}
 # Recipes whose products of blocks torch has in e4m3 alone.
 _ONLY_E4M3 = ("blockwise", "mxfp8", "nvfp4")
-# Recipes that older tensor cores have no products for.
-_BLACKWELLS = ("mxfp8", "nvfp4")
-_TRAINED = tuple(name for name in _FP8_SM if name not in _BLACKWELLS)
+_TRAINED = tuple(name for name in _FP8_SM if name not in BLACKWELL_RECIPES)
 # Recipes whose scales a grouped product takes: of rows, or of something that rows lie in.
 _OF_TENSORS = ("tensorwise", "delayed")
 _OF_ROWS = ("tensorwise", "delayed", "rowwise")
@@ -76,14 +75,14 @@ def fp8_runs_on_the_gpu(case: Case) -> Problem | None:
             best = "bf16"
         text = f"precision.kind=fp8 needs sm{least}, this GPU is sm{sm}; set precision={best}"
         return Problem("precision.kind", text)
-    needed = f"Hopper (sm{first})"
-    if precision.recipe in _BLACKWELLS:
-        needed = f"Blackwell (sm{first}), whose tensor cores scale such blocks, and Transformer Engine"
+    needs = f"needs Hopper (sm{first})"
+    if precision.recipe in BLACKWELL_RECIPES:
+        needs = NEEDS_BLACKWELL
     elif sm < first:
-        needed = f"sm{first}"
+        needs = f"needs sm{first}"
     # not those that are planned alone
     runs = one_of([name for name in _TRAINED if _FP8_SM[name][0] <= sm <= _FP8_SM[name][1]])
-    text = f"precision.recipe={precision.recipe} needs {needed}, this GPU is sm{sm}; set precision.recipe={runs}"
+    text = f"precision.recipe={precision.recipe} {needs}, this GPU is sm{sm}; set precision.recipe={runs}"
     return Problem("precision.recipe", text)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.data.batch import Batch
-from megaspec.estimate.attention_rates import HEADS, KV_HEADS, AttentionKind, AttentionRate
+from megaspec.estimate.attention_rates import HEAD_SIZES, HEADS, KV_HEADS, AttentionKind, AttentionRate
 from megaspec.estimate.curves import Curve, never_faster
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.target import Target
@@ -44,8 +44,7 @@ FEW_SIDES = (512, 2048, 8192)
 # Experts of a grouped product, and rows of each.
 GROUPS = 64
 GROUP_ROWS = (64, 256, 1024, 4096)
-# Attention: sizes of a head, rows (tokens times heads), lengths of a sequence.
-HEAD_SIZES = (64, 128)
+# Attention: rows (tokens times heads), lengths of a sequence.
 HEAD_ROWS = tuple(2**p for p in range(15, 21))
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 # Every implementation of attention over a row of so many tokens: what each query sees, by kind.

@@ -358,6 +358,8 @@ def recipe_of(line: Line, kind: str) -> Recipe:
         words += [f"--{name}", str(line[name])]
     for name, value in line.get("parallelism", {}).items():
         words += ["--set", f"parallelism.{name}={json.dumps(value)}"]
+    if line.get("deterministic"):
+        words += ["--set", "train.deterministic=true"]
     if "set" in line:
         # lines say since 2026-11-25 all that was asked for
         words += ["--precision", line["precision"], "--documents", str(line["documents"])]

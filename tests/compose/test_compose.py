@@ -10,7 +10,9 @@ import pytest
 
 from megaspec.compose.compose import compose, recompose
 from megaspec.compose.paths import recipes_dir
+from megaspec.compose.search_path import SearchPath
 from megaspec.core.errors import RecipeError
+from megaspec.core.kinds import annotation_of, models_of, tags_of
 from megaspec.core.problems import field_paths, one_of
 from megaspec.recipe import SECTIONS, Recipe
 
@@ -216,11 +218,63 @@ def test_everything_wrong_is_told_at_once_with_the_nearest_key():
     assert {p.origin for p in found} == {"command line"}
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("train.profile.steps=[10,12]", "profile.steps"),
+        ("train.profile.stepz=[10,12]", "profile.steps"),
+        ("train.profile={steps: [10, 12], memory: true}", "profile at the top of the recipe"),
+        ("train.model=hello", "model=hello"),
+        ("log.tokenizer.path=x", "data.prepare.tokenizer or data.tokenizer"),
+    ],
+)
+def test_a_key_of_another_section_is_named_by_its_whole_path(word, meant):
+    """The last name alone reads like what was written."""
+    (problem,) = problems_of("hello", [word])
+    assert problem.message.endswith(f"; did you mean {meant}?")
+
+
 def test_a_key_of_another_kind_says_whose_it_is():
     (problem,) = problems_of("hello", ["optim=sgd", "optim.beta1=0.9"])
     # the kinds that have it follow, as many as there are
     assert problem.message.startswith("optim.beta1=0.9: beta1 is no key when optim.kind=sgd but of optim.kind=adamw")
-    assert problem.message.endswith("; take it away with ~optim.beta1")
+    assert problem.message.endswith(", or take it away with ~optim.beta1")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        # a choice sets what else its kind needs
+        (["precision.recipe=delayed"], "but of precision.kind=fp8; set precision=fp8, or take it away"),
+        (["launcher.partition=x"], "but of launcher.kind=slurm; set launcher=slurm, or take it away"),
+        # no group: its kind alone
+        (["model.attention.kv_rank=12"], "; set model.attention.kind=mla, or take it away"),
+        # a value that is wrong there, too
+        (
+            ["precision.recipe=delayd"],
+            "precision.kind=fp8, where it must be tensorwise, delayed, rowwise, blockwise, mxfp8 or nvfp4; "
+            "did you mean delayed? set precision=fp8, or take it away",
+        ),
+        (
+            ["optim.momentum=9"],
+            "optim.kind=sgd or optim.kind=muon, where it must be less than 1.0; set optim=sgd or optim=muon, or take",
+        ),
+        (["data=random", "train.sample=null", "data.blend=3"], "where it must be a list; set data=indexed, or take"),
+    ],
+)
+def test_a_key_of_another_kind_names_the_choice_that_has_it(words, told):
+    (problem,) = problems_of("hello", words)
+    assert told in problem.message
+
+
+def test_a_choice_is_only_named_by_a_kind_where_it_has_that_kind():
+    """What tells it so goes by the names alone."""
+    search = SearchPath()
+    for group in SECTIONS:
+        for model in models_of(annotation_of(Recipe.model_fields[group])):
+            for tag in set(tags_of(model)) & set(search.choices(group)):
+                kinds = [search.read(path).body.get("kind") for path in search.closure(f"{group}/{tag}")]
+                assert [kind for kind in kinds if kind][-1] == tag
 
 
 def test_what_files_set_for_the_kind_that_a_choice_replaces_is_left_out_and_said():

@@ -8,7 +8,7 @@ from megaspec.commands.planned import planned_target
 from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.estimate import throughput as throughput_module
-from megaspec.estimate.attention_rates import AttentionRate, against_causal, fastest, kind_of
+from megaspec.estimate.attention_rates import AttentionRate, against_causal, faster_ones, fastest, kind_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.layer_time import LayerTimes
 from megaspec.estimate.throughput import MeasuredThroughput, throughput_of
@@ -63,6 +63,18 @@ def test_what_can_not_be_compared_is_not() -> None:
     assert fastest(RATES, among=EVERY, kind="documents", head_size=96) is None
 
 
+def test_what_is_faster_is_compared_where_both_were_measured() -> None:
+    """5 ms of sdpa over both lengths of documents, 2.9 of cudnn, 4 of flex."""
+    found = faster_ones(RATES, "sdpa", kind="documents", head_size=128)
+    assert list(found.items()) == [("cudnn", pytest.approx(2.9 / 5)), ("flex", pytest.approx(4 / 5))]
+    assert faster_ones(RATES, "cudnn", kind="documents", head_size=128) == {}
+    # in other points, of another size, and within what measurements differ by
+    assert faster_ones(RATES, "flex", kind="window", head_size=128) == {}
+    assert faster_ones(RATES, "sdpa", kind="causal", head_size=64) == {}
+    alike = (rate("sdpa", "causal", 8192, 1.019e-3), rate("flex", "causal", 8192, 1e-3))
+    assert faster_ones(alike, "sdpa", kind="causal", head_size=128) == {}
+
+
 def test_documents_decide_before_windows() -> None:
     assert kind_of(documents=True, window=True) == "documents"
     assert kind_of(documents=False, window=True) == "window"
@@ -99,6 +111,47 @@ def test_auto_takes_the_fastest_that_is_installed(measured: None) -> None:
     assert attention_of(*DOCUMENTS, "train.deterministic=true", target=WITH)[0] == "flex"
     # nothing measured of such heads: the catalog's order
     assert attention_of("precision.kind=bf16", "data.document_mask=true", target=WITH)[0] == "flex"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "told"),
+    [
+        ("H100", WIDE, "first of the catalog that runs; not measured on H100: megaspec bench throughput measures it"),
+        # what the command does not measure
+        ("H100", ("model.d_head=96", "precision.kind=bf16"), "not measured on H100 for heads of 96 in bf16"),
+        ("H100", ("model.d_head=128",), "not measured on H100 for heads of 128 in fp32"),
+        ("H200", ("model.d_head=96", "precision.kind=bf16"), "not measured on H200 for heads of 96 in bf16"),
+        ("H200", (*WIDE, "model.attention.score_cap=30.0"), "capped attention scores, leaves out what windows, chunks"),
+        ("H200", (*WIDE, "model.attention.score_cap=30.0"), "; not measured with capped scores"),
+    ],
+)
+def test_what_nobody_measured_is_not_called_the_best(kind: str, words: tuple[str, ...], told: str) -> None:
+    target = H200.model_copy(update={"gpus": 1, "gpu": kind, "gpu_memory": HARDWARE[kind].memory})
+    reason = attention_of(*words, target=target)[1]
+    assert told in reason
+    assert "best" not in reason
+    assert ("bench throughput" in reason) == ("bench throughput" in told)
+
+
+def test_with_dropout_nothing_is_left_to_compare() -> None:
+    reason = attention_of(*WIDE, "model.attention.dropout=0.1", target=H200.model_copy(update={"gpus": 1}))[1]
+    assert reason == "first of the catalog that runs with attention dropout"
+
+
+def test_what_is_faster_and_left_out_is_named_with_the_reason(measured: None) -> None:
+    bare = H200.model_copy(update={"gpus": 1})
+    fa = "left out: flash_attn takes 25% less, not installed here: pip install 'megaspec[fa]'"
+    cudnn = "left out: cudnn takes 28% less, not installed here: pip install 'megaspec[cudnn]'"
+    assert attention_of(*WIDE, target=bare)[1].endswith(f"in bf16; {fa}")
+    assert attention_of(*DOCUMENTS, target=bare)[1].endswith(f"documents hide; {cudnn}")
+    # installing it would not help
+    exact = attention_of(*DOCUMENTS, "train.deterministic=true", target=bare)[1]
+    assert "with sums in any order" in exact
+    assert exact.endswith("left out: cudnn takes 28% less, adds gradients in no fixed order")
+    # nothing is faster, was set by nobody, or measured with such scores
+    assert "left out" not in attention_of(*WIDE, target=INSTALLED)[1]
+    assert "left out" not in attention_of(*DOCUMENTS, target=WITH)[1]
+    assert "left out" not in attention_of(*WIDE, "model.attention.score_cap=30.0", target=bare)[1]
 
 
 def test_without_figures_auto_takes_the_catalogs_order() -> None:

@@ -11,6 +11,7 @@ from megaspec.estimate.step_kinds import rank_work
 from megaspec.estimate.step_time import exposed_collectives, step_time
 from megaspec.estimate.throughput import throughput_of
 from megaspec.estimate.work import fp8_bytes, layer_parts
+from tests.benchmarks import tables
 from tests.resolve.planned import filled, shaped
 
 H200 = HARDWARE["H200"]
@@ -42,6 +43,38 @@ def test_steps_that_were_measured(file):
     assert len(found) >= 4
     for row in found:
         assert predicted(row) == pytest.approx(row["step_ms"], rel=0.05), row["model"]
+
+
+@pytest.mark.parametrize(
+    "row", rows("deterministic_one_h200.jsonl"), ids=lambda row: f"{row['model']} {row['step_ms']}"
+)
+def test_steps_in_one_order(row):
+    """Without it they are within 0.5 % as well."""
+    assert tables.predicted_time(row, "H200").seconds * 1e3 == pytest.approx(row["step_ms"], rel=0.01)
+
+
+@pytest.mark.usefixtures("at_the_tables_clock")
+def test_one_order_costs_attention_alone_and_its_forward_pass_as_flash_attention():
+    """320 of 629 TFLOP/s forward; heads between two that were measured lie between."""
+    exact = "train.deterministic=true"
+
+    def time(*words):
+        return step_time(shaped("llama3_8b_half", "kernels.attention=sdpa", *words), H200, THROUGHPUT)
+
+    def parts(*words):
+        return time(*words).parts
+
+    plain, ordered = parts(), parts(exact)
+    assert {kind for kind in plain if ordered[kind] != plain[kind]} == {"attention"}
+    selective = "parallelism.recompute.kind=selective"
+    again = time(selective).recomputed["attention"]
+    assert time(selective, exact).recomputed["attention"] == pytest.approx(again * 629 / 320)
+    ratios = []
+    for size in (32, 64, 96, 128):
+        heads = (f"model.d_head={size}",)
+        ratios.append(parts(exact, *heads)["attention"] / parts(*heads)["attention"])
+    assert ratios == sorted(ratios)
+    assert 1.8 < ratios[1] < ratios[2] < ratios[3] < 2.6
 
 
 @pytest.mark.usefixtures("before")

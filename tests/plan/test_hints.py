@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megaspec.core.units import bytes_in_words
+from megaspec.core.units import bytes_in_words, seconds_in_words
 from megaspec.estimate.hardware import HARDWARE
-from megaspec.plan.hints import DETERMINISTIC
 from megaspec.plan.report import print_whole_plan
 from tests.plan.test_plan import planned
 
@@ -97,21 +96,45 @@ def test_where_no_narrower_layout_fits_the_search_is_named():
     assert hint.text.endswith("megaspec tune searches")
 
 
-def test_deterministic_operations_tell_what_they_cost():
-    """The figures are those of the lines that were measured, off and on in turn."""
-    lines = [json.loads(line) for line in (RESULTS / "deterministic_one_h200.jsonl").read_text().splitlines()]
-    ratios = []
-    for model in ("llama1b", "llama8b16"):
-        plain, exact = (
-            [line["step_ms"] for line in lines if line["model"] == model and line["deterministic"] == one]
-            for one in (False, True)
-        )
-        assert len(plain) == len(exact) == 2
-        ratios.append(round(sum(exact) / sum(plain), 2))
-    assert tuple(ratios) == DETERMINISTIC
-    hint = hint_of(planned("llama3_8b", "train.deterministic=true"), "train.deterministic")
-    assert "a step took 1.22 to 1.24 times as long on one H200; without it" in hint.text
+def test_sums_in_one_order_tell_what_the_plan_reckons_with():
+    """The step with them is the plan's, the one without them that of the plan without."""
+    exact = planned("llama3_8b", "train.deterministic=true")
+    plain = planned("llama3_8b", "kernels.attention=sdpa")
+    hint = hint_of(exact, "train.deterministic")
+    assert exact.step_time.seconds > 1.1 * plain.step_time.seconds
+    assert "2.0 times as long forward and 2.6 times backward as cuDNN (measured on one H200)" in hint.text
+    with_it = seconds_in_words(exact.step_time.seconds)
+    assert f"{with_it} a step for {seconds_in_words(plain.step_time.seconds)} without it;" in hint.text
+    assert "not measured" not in hint.text
     assert hint.overrides == ("train.deterministic=false",)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "told"),
+    [
+        (("kernels.attention=flash_attn",), "H100", "attention with kernels.attention=flash_attn"),
+        (
+            ("kernels.attention=sdpa", "data.document_mask=true"),
+            "H100",
+            "attention with documents, windows, chunks or capped scores",
+        ),
+        (("kernels.attention=sdpa", "model.d_head=192"), "H100", "attention with heads of 192"),
+        (("kernels.attention=sdpa",), "B200", "attention on B200"),
+    ],
+)
+def test_what_was_not_measured_in_one_order_is_told_without_a_factor(words, kind, told):
+    exact = planned("llama3_8b", "train.deterministic=true", *words, name=kind, packages=["flash-attn-4"])
+    plain = planned("llama3_8b", *words, name=kind, packages=["flash-attn-4"])
+    hint = hint_of(exact, "train.deterministic")
+    assert f"not measured with it: {told}, reckoned as with sums in any order;" in hint.text
+    assert "times as long" not in hint.text
+    assert exact.step_time.seconds == pytest.approx(plain.step_time.seconds)
+
+
+def test_experts_in_one_order_were_not_measured():
+    hint = hint_of(planned("mixtral_8x7b", "train.deterministic=true", gpus=64), "train.deterministic")
+    assert "2.6 times backward as cuDNN" in hint.text
+    assert "not measured with it: experts, reckoned" in hint.text
 
 
 def test_looking_for_bad_hardware_tells_what_it_costs():

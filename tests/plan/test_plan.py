@@ -33,8 +33,9 @@ def resolved(recipe, *overrides, target):
     return resolve(composed.recipe, target, facts, composed.origins)
 
 
-def planned(recipe, *overrides, gpus=8, name="H100"):
+def planned(recipe, *overrides, gpus=8, name="H100", packages=()):
     target, hardware = machine(gpus, name), HARDWARE[name]
+    target = target.model_copy(update={"versions": target.versions | dict.fromkeys(packages, "1.0")})
     spec = resolved(recipe, *overrides, target=target)
     return make_plan(spec, target, hardware=hardware, throughput=throughput_of(hardware))
 

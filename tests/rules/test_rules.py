@@ -12,8 +12,9 @@ from megaspec.compose.compose import compose
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.resolve.resolver import resolve, settle
 from megaspec.rules import table
-from megaspec.rules.examples import CPU, EXAMPLES, FACTS, H200
+from megaspec.rules.examples import B200_WITH_TE, CPU, EXAMPLES, FACTS, H200, H200_WITH_TE
 from megaspec.rules.table import RULES
+from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec_kernels.catalog import CATALOG, Requirement
 from tests.rules.composed import composed
 
@@ -444,6 +445,31 @@ def test_fp8_recipes_run_on_the_gpus_that_they_are_for(sm, legal):
             # what is planned alone is no way out
             trained = legal - {"mxfp8", "nvfp4"}
             assert set(re.split(", | or ", problem.message.rpartition("precision.recipe=")[2])) == trained
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("linear", ["torch", "te"])
+@pytest.mark.parametrize("gpu", ["H200", "B200"])
+def test_what_needs_blackwell_is_told_alike_and_its_way_out_ends_in_training(gpu, linear, recipe):
+    """Whichever kernel is asked for: none of them was built, and no package helps."""
+    target = {"H200": H200_WITH_TE, "B200": B200_WITH_TE}[gpu]
+    words = ("precision.kind=fp8", "model.n_kv_heads=4", "model.d_ffn=512")
+    own = (f"precision.recipe={recipe}", f"kernels.linear={linear}")
+    problems = broken((*words, *own), target)
+    if not problems:
+        # planned, and refused by train
+        assert (gpu, linear) == ("B200", "torch")
+        made = composed("hello", (*words, *own))
+        problems = unbuilt_problems(settle(made.recipe, target, FACTS, made.origins).recipe)
+    (problem,) = problems
+    assert problem.key == "precision.recipe"
+    assert f"precision.recipe={recipe}" in problem.message
+    assert "needs Blackwell (sm100) and is not built, as nobody could run it" in problem.message
+    assert "Transformer Engine" not in problem.message
+    set_to = dict(re.findall(r"(precision\.recipe|kernels\.linear)=(\w+)", problem.message.rpartition("; set ")[2]))
+    mended = dict(word.split("=") for word in own) | set_to
+    assert mended["precision.recipe"] == "tensorwise"
+    assert broken((*words, *(f"{key}={value}" for key, value in mended.items())), target) == []
 
 
 def test_a_warm_up_that_outlasts_the_run_is_held_against_the_steps_that_were_set():
