@@ -745,6 +745,12 @@ _NUMBERS = {
     "numbers-before": Example(
         ("train.numbers.before=2", "checkpoint.every=10"), ("train.numbers.rollbacks=1",), "train.numbers.before"
     ),
+    "numbers-skips": Example(
+        ("train.numbers={skips: 3, within: 3}",), ("train.numbers.within=100",), "train.numbers.skips"
+    ),
+    "skip-steps-all": Example(
+        ("train.steps=40", "train.skip_steps=[{first: 1, last: 40}]"), ("train.steps=60",), "train.skip_steps"
+    ),
     "skip-steps": Example(
         ("train.skip_steps=[{first: 9, last: 8}]",), ("train.skip_steps=[{first: 8, last: 9}]",), "train.skip_steps.0"
     ),

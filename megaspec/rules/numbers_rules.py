@@ -27,6 +27,36 @@ def what_lies_before_needs_going_back(case: Case) -> Problem | None:
     return Problem("train.numbers.before", f"{text} train.numbers.rollbacks=0; drop it, or set train.numbers.rollbacks")
 
 
+def skips_are_fewer_than_the_steps_they_are_counted_in(case: Case) -> Problem | None:
+    """More updates than may be skipped fit into the steps in which they are counted."""
+    numbers = case.recipe.train.numbers
+    if numbers.skips < numbers.within:
+        return None
+    text = f"train.numbers.skips={numbers.skips} must be below train.numbers.within={numbers.within}"
+    text += ": no more than that are ever counted, so that a run of nothing but bad numbers would never end"
+    ways = [f"set train.numbers.within={max(100, 2 * numbers.skips)}"]
+    if numbers.within > 1:
+        ways.append(f"train.numbers.skips={numbers.within - 1}")
+    else:
+        ways.append("train.numbers.skips=0")
+    return Problem("train.numbers.skips", f"{text}; {' or '.join(ways)}")
+
+
+def some_steps_are_trained_on(case: Case) -> Problem | None:
+    """Of the steps of a run not all are left out."""
+    train = case.recipe.train
+    if not train.skip_steps or skipped_steps_are_in_order(case) is not None:
+        return None
+    to_come = train.steps - case.facts.start.step
+    left_out = 0
+    for steps in train.skip_steps:
+        left_out += steps.last - steps.first + 1
+    if left_out < to_come:
+        return None
+    text = f"train.skip_steps leaves out all {to_come} steps to come, up to train.steps={train.steps}:"
+    return Problem("train.skip_steps", f"{text} nothing would be trained; drop some of them, or raise train.steps")
+
+
 def skipped_steps_are_in_order(case: Case) -> Problem | None:
     """Steps to leave out come in order, apart from each other, and are steps that are still to come."""
     train = case.recipe.train

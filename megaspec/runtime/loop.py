@@ -68,7 +68,7 @@ from megaspec.runtime.data_place import PLACE, place_of_all, place_piece, read_p
 from megaspec.runtime.evaluation import Evaluation
 from megaspec.runtime.generate import run_tokenizer, write_sample
 from megaspec.runtime.initial_weights import start_from_source
-from megaspec.runtime.non_finite import explain, first_seen
+from megaspec.runtime.non_finite import explain, explain_end, first_seen
 from megaspec.runtime.pace import Pace
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position
@@ -475,7 +475,11 @@ class Run:
         return found
 
     def train(self) -> None:
-        """Trains to the last step. Raises Preempted once a stop was asked for and the run is saved."""
+        """Trains to the last step.
+
+        Raises Preempted once a stop was asked for and the run is saved, NonFiniteError where bad numbers are beyond
+        their budget, or where the run ends in them.
+        """
         try:
             self._begin_saving()
             while True:
@@ -492,7 +496,18 @@ class Run:
             self.saver.close()
             if self.copier is not None:
                 self.copier.close()
+        self._refuse_bad_end()
         self._sample()
+
+    def _refuse_bad_end(self) -> None:
+        """NonFiniteError, on all ranks: the run is at its end, and learned nothing, or nothing in its last steps."""
+        spec = self.built.spec
+        first = 1
+        if isinstance(spec.forked_from, ForkPoint):
+            first = spec.forked_from.step + 1
+        error = explain_end(self.guard, steps=range(first, self.step + 1), lr=spec.optim.lr)
+        if error is not None:
+            raise error
 
     def _train_on(self) -> None:
         """Trains to the last step, or raises RollBack where the run has to go on from an earlier one."""

@@ -50,6 +50,22 @@ def explain(
     return NonFiniteError(f"{text}{samples[-1]}")
 
 
+def explain_end(guard: Guard, *, steps: range, lr: float) -> NonFiniteError | None:
+    """The error with which a run ends that has done all its `steps`, and has learned nothing in them, or nothing in the
+    last of them; None for any other. What it saved is whole."""
+    way_out = f"Lower optim.lr={lr}, lengthen the warm-up, or look at the steps in metrics.jsonl"
+    if len(steps) > 0 and guard.skipped == len(steps):
+        text = f"steps {steps[0]} to {steps[-1]}: each was skipped or left out, so that nothing was trained"
+        return NonFiniteError(f"{text}. {way_out}")
+    last = guard.last_skips(steps.stop - 1)
+    if not last:
+        return None
+    text = f"steps {last[0]} to {last[-1]}, the last of the run, were all skipped for their numbers: as many as "
+    text += f"train.numbers.skips={guard.spec.skips} allows, so that nobody knows whether the run would have gone on. "
+    text += f"The last checkpoint holds the weights from before step {last[0]}"
+    return NonFiniteError(f"{text}. {way_out}")
+
+
 def _what(verdict: Verdict, *, loss: float, norm: float) -> str:
     """Which number was too much."""
     if verdict.kind == "nonfinite":

@@ -144,6 +144,19 @@ class Guard:
         self.skipped += 1
         self._recent = list(verdict.recent)
 
+    def last_skips(self, last: int) -> list[int]:
+        """The `skips` last steps up to step `last` whose data was not left out, where each of them was skipped for its
+        numbers; else none. In order."""
+        found: list[int] = []
+        step = last
+        while step > 0 and len(found) < self.spec.skips:
+            if not self.leaves_out(step):
+                if step not in self._recent:
+                    return []
+                found.insert(0, step)
+            step -= 1
+        return found
+
     def roll_back(self, window: Window, *, to: Mapping[str, Any]) -> None:
         """The run went back to the state `to`, before the window, which is left out from now on."""
         rollbacks = self.rollbacks + 1

@@ -68,10 +68,11 @@ class SpikesSpec(Frozen):
 class NumbersSpec(Frozen):
     """What a run does when its loss or gradient norm is NaN or infinite, or spikes. Such an update is never applied.
     What is too much for `skips` goes back to a checkpoint and leaves the data out, what is too much for `rollbacks`
-    ends the run with exit code 76. A loss scale of fp16 that is too high is none of this: it is lowered."""
+    ends the run with exit code 76. A run that comes to its last step ends so, too, where its last `skips` updates were
+    all skipped, or no step updated anything. A loss scale of fp16 that is too high is none of this: it is lowered."""
 
     skips: NonNegativeCount = 0
-    """Updates that may be skipped within `within` steps before the run goes back."""
+    """Updates that may be skipped within `within` steps before the run goes back; fewer than `within`."""
     within: Annotated[PositiveInt, Field(le=65536)] = 100
     """Steps over which skipped updates are counted."""
     rollbacks: NonNegativeCount = 0
@@ -143,7 +144,8 @@ class TrainSpec(Frozen):
     checks: ChecksSpec = ChecksSpec()
     """Looking for hardware that computes or remembers wrongly."""
     skip_steps: tuple[SkippedSteps, ...] = Field((), exclude_if=lambda steps: not steps)
-    """Steps whose data is left out: they count as steps, and update nothing. In order, apart from each other."""
+    """Steps whose data is left out: they count as steps, and update nothing. In order, apart from each other, and not
+    all steps."""
     eval_every: NonNegativeCount = 0
     """Steps between evaluations; the last step is evaluated, too. 0 evaluates never."""
     eval_samples: PositiveCount = 64

@@ -130,6 +130,26 @@ def test_the_budget_ends_the_run_with_76(tmp_path, pool):
     assert "as 2 within 10 steps (train.numbers.skips=1), and the run went back 1 times" in result["end"]
 
 
+def test_a_run_that_ends_in_skipped_updates_ends_with_76(tmp_path, pool):
+    """Saved all the same; a start that goes on from it says so again."""
+    content = {**LONG, **DP, "train.numbers": {"skips": 2, "within": 10}}
+    result = told(pool, spec(content), tmp_path, 2, on=0, what="loss:", steps=[15, 16])
+    assert result["code"] == 76
+    assert "steps 15 to 16, the last of the run, were all skipped for their numbers" in result["end"]
+    assert "train.numbers.skips=2" in result["end"]
+    assert Store(tmp_path).steps()[-1] == 16
+    again = told(pool, spec(content), tmp_path, 2, on=0, what="loss:", steps=[])
+    assert (again["end"], again["code"]) == (result["end"], 76)
+
+
+def test_a_run_that_trained_nothing_ends_with_76(tmp_path, pool):
+    """Fewer steps than may be skipped."""
+    made = spec({**LONG, "train.steps": 5, "train.numbers": {"skips": 6, "within": 10}})
+    result = told(pool, made, tmp_path, 1, on=0, what="loss:", steps=[1, 2, 3, 4, 5])
+    assert result["code"] == 76
+    assert "steps 1 to 5: each was skipped or left out, so that nothing was trained" in result["end"]
+
+
 def test_nothing_to_go_back_to(tmp_path, pool):
     made = spec({**LONG, **DP, "checkpoint.every": 10, "train.numbers": {"rollbacks": 1}})
     result = told(pool, made, tmp_path, 2, on=0, what="loss:", steps=[5])

@@ -42,6 +42,17 @@ def test_skips_then_goes_back_then_stops():
     assert guard.judge(42, is_finite=False).action == "stop"
 
 
+def test_the_last_skips_are_those_of_the_steps_that_were_trained_on():
+    guard = Guard(NumbersSpec(skips=2, within=10), told=[SkippedSteps(first=29, last=29)])
+    guard.note_skipped(guard.judge(27, is_finite=False))
+    assert guard.last_skips(27) == [], "26 was not skipped"
+    guard.note_skipped(guard.judge(28, is_finite=False))
+    assert guard.last_skips(28) == [27, 28]
+    assert guard.last_skips(29) == [27, 28], "29 was left out"
+    assert guard.last_skips(30) == [], "30 was applied"
+    assert Guard(NumbersSpec()).last_skips(30) == [], "nothing may be skipped"
+
+
 def test_what_is_long_ago_does_not_count():
     guard = Guard(NumbersSpec(skips=1, within=10))
     for step in (10, 20, 30):
