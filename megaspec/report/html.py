@@ -92,11 +92,23 @@ def newest(rows: list[list[Child]], most: int, count: int) -> tuple[list[list[Ch
     return shown, element("p", f"and {left_out:,} earlier ones", class_="soft")
 
 
+# With what every page begins, by which one is known for ours.
+_FIRST = joined(
+    element("meta", charset="utf-8"), element("meta", http_equiv="Content-Security-Policy", content=_POLICY)
+)
+_START = f'<!doctype html>\n<html lang="en"><head>{_FIRST}'
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is a page that was written here. OSError: it can't be read."""
+    with path.open("rb") as file:
+        return file.read(len(_START)) == _START.encode()
+
+
 def page(title: str, *children: Child, seconds_until_reload: int = 0) -> str:
     """A whole page, in one file that asks nobody. `seconds_until_reload`: 0 for one that stays as it is."""
     head = [
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        _FIRST,
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="referrer", content="no-referrer"),
     ]

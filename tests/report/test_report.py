@@ -367,6 +367,40 @@ def test_mistakes_are_refused_and_nothing_is_written(tmp_path, capsys, monkeypat
         read(folder)
 
 
+def test_a_file_that_is_no_page_is_left_as_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = make_run(tmp_path / "one")
+    make_run(tmp_path / "two")
+    (tmp_path / "mine.html").write_text("<!doctype html>\n<html>mine</html>")
+    (tmp_path / "comparison.html").write_text("mine")
+    (tmp_path / "note.txt").write_text("mine")
+    os.mkfifo(tmp_path / "fifo")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for out in ("one/spec.json", "one/metrics.jsonl", "mine.html", "note.txt", "fifo"):
+        assert cli.main(["report", "one", "--out", out]) == 64, out
+        assert "--out" in capsys.readouterr().err
+    assert cli.main(["report", "one", "two"]) == 64
+    assert "comparison.html is there, and is no page that `megaspec report` wrote" in capsys.readouterr().err
+    # nor is a file made that the run would take for its own
+    for out in ("one/heartbeat.json", "one/checkpoints/page.html", "two/../one/logs/page.html"):
+        assert cli.main(["report", "two", "one", "--out", out]) == 64, out
+        assert "is among the run's own files" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert not (folder / "logs").exists()
+
+
+def test_its_own_pages_and_empty_files_are_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "one")
+    (tmp_path / "empty.html").touch()
+    for out in ("empty.html", "empty.html", "one/other.html", "one/other.html", "one/report.html"):
+        assert cli.main(["report", "one", "--out", out]) == 0, out
+    run = read(tmp_path / "one")
+    (tmp_path / "trains.html").write_text(run_page(run, seconds_until_reload=9))
+    assert cli.main(["report", "one", "one", "--out", "trains.html"]) == 0
+    assert cli.main(["report", "one", "--out", "trains.html"]) == 0
+
+
 def test_a_link_in_its_place_is_replaced_not_followed(tmp_path):
     folder = make_run(tmp_path / "one")
     (tmp_path / "precious").write_text("kept")
