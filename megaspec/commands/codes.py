@@ -122,6 +122,10 @@ _RUNS = {
         "The file `devices` of a run's folder names the devices that a supervised run may use.",
         "Write their numbers with commas, such as 0,1,2.",
     ),
+    "supervise-avoided": KnownCode(
+        "A line of a run's avoided.jsonl names a device, or a host, that a supervised run keeps away from.",
+        "Write the line as the message shows, or delete it.",
+    ),
     "layouts-none": KnownCode(
         "Neither the layout of the recipe nor one of launcher.layouts fits the devices that may be used.",
         "Give more devices, or add a layout for fewer.",

@@ -51,7 +51,14 @@ from megaspec.launcher.attempts import (
 from megaspec.launcher.devices import named_devices, usable_devices
 from megaspec.launcher.heartbeat import read_heartbeat
 from megaspec.launcher.spec import LauncherSpec
-from megaspec.launcher.suspects import AVOIDED, Avoided, avoid, avoided_hosts, read_avoided, read_suspects
+from megaspec.launcher.suspects import (
+    AVOIDED,
+    Avoided,
+    avoid,
+    read_avoided,
+    read_suspects,
+    read_whole_avoided,
+)
 from megaspec.log.sinks import METRICS
 from megaspec.plugins import loaded
 from megaspec.resolve.gather import gather_facts
@@ -86,9 +93,9 @@ def refuse_other_starters(launcher: LauncherSpec) -> None:
 
 
 def refuse_avoided_host(place: Path) -> None:
-    """HardwareError: the run keeps away from this host."""
+    """HardwareError: the run keeps away from this host. RecipeError: see `read_avoided`."""
     host = socket.gethostname()
-    why = avoided_hosts(place).get(host)
+    why = read_avoided(place).hosts.get(host)
     if why is None:
         return
     text = f"host {host} failed this run {HOST_FAILURES} times ({why}); start it on another one, or delete the line of"
@@ -109,8 +116,8 @@ def supervise(
 
     `prepare` makes the run, or finds it, in a layout. `place`: where its folder is to be; what devices it may use may
     stand there already. `entry`: of ranks. `known`: see `gather_facts`, of a run that goes on. RecipeError: the run
-    can't start, or a layout of its list is wrong. HardwareError: it keeps away from this host. RunLockedError: it has
-    a supervisor, or another job has it.
+    can't start, or a layout of its list is wrong, or a file of its folder that names devices. HardwareError: it keeps
+    away from this host. RunLockedError: it has a supervisor, or another job has it.
     """
     refuse_other_starters(composed.recipe.launcher)
     options = layout_options(composed, config_dirs)
@@ -147,9 +154,9 @@ def supervise(
 
 def machine_devices(run_dir: Path) -> tuple[str, ...] | None:
     """Identifiers of the devices that a run may use now; None where nothing limits them. RecipeError: see
-    `named_devices`. OSError: a file of the run's folder can't be read."""
+    `named_devices` and `read_avoided`. OSError: a file of the run's folder can't be read."""
     host = socket.gethostname()
-    avoided = [one.device for one in read_avoided(run_dir) if one.host == host]
+    avoided = [one.device for one in read_avoided(run_dir).entries if one.host == host]
     return usable_devices(gpu_identifiers(), named_devices(run_dir), avoided)
 
 
@@ -285,12 +292,25 @@ class Supervisor:
             if str(error) != self.told:
                 self.told = str(error)
                 _say(f"{error}; the devices stay as they were")
-            return self.devices
+            return self._without_avoided(self.devices)
         self.told = ""
         if found is None and self.spec.device == "cuda":
             # no GPU answers any more; a run on GPUs does not go on on the CPU
             return ()
         return found
+
+    def _without_avoided(self, devices: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        """Devices less those that whole lines of the file say to keep away from: the last attempt may have added one,
+        whatever else is damaged there."""
+        if devices is None:
+            return None
+        host = socket.gethostname()
+        try:
+            entries = read_whole_avoided(self.folder).entries
+        except OSError:
+            return devices
+        avoided = [one.device for one in entries if one.host == host]
+        return usable_devices((), devices, avoided)
 
     def _changed_devices(self) -> str:
         """Why the attempt under way is to be ended for others; "" where it goes on."""
@@ -337,7 +357,7 @@ class Supervisor:
             verdict = Verdict(False, result.code, f"{self.stop.last} asked the supervisor to stop")
         elif result.has_no_layout:
             verdict = Verdict(False, result.code, "no layout fits the devices that are left")
-        elif result.code == HARDWARE and socket.gethostname() in avoided_hosts(self.folder):
+        elif result.code == HARDWARE and socket.gethostname() in read_whole_avoided(self.folder).hosts:
             why = f"host {socket.gethostname()} failed {HOST_FAILURES} times; start the run on another one"
             verdict = Verdict(False, HARDWARE, why)
         else:
@@ -371,7 +391,8 @@ class Supervisor:
         if any(rank < len(named) for rank in suspects):
             return
         # no device that could be kept away from: it counts against the host
-        of_devices = {one.attempt for one in read_avoided(self.folder) if one.device is not None}
+        avoided = read_whole_avoided(self.folder).entries
+        of_devices = {one.attempt for one in avoided if one.device is not None}
         failures = 1
         for one in read_attempts(self.folder):
             is_here = one.start.host == host and one.start.attempt not in of_devices

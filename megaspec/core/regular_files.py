@@ -73,6 +73,20 @@ def read_inside(folder: Path, name: str | PurePath, *, limit: int) -> bytes:
     return content
 
 
+def append_line(folder: Path, name: str, line: str) -> None:
+    """Appends a line to a file below `folder`, which is made where it is not there. A last line without its end, as a
+    crash or an editor leaves it, stays a line of its own. OSError: as open_inside."""
+    fd = open_inside(folder, name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    try:
+        data = line.encode() + b"\n"
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        os.write(fd, data)
+    finally:
+        os.close(fd)
+
+
 def make_folder_inside(folder: Path, name: str | PurePath) -> None:
     """Makes the folder `folder / name` where it is not there. OSError: as open_inside; ENOTDIR for no folder."""
     try:

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megaspec.core.regular_files import open_inside, read_inside
+from megaspec.core.regular_files import append_line, open_inside, read_inside
 
 ATTEMPTS = "attempts.jsonl"
 # A line has some 500 bytes: as many attempts as a supervisor makes in years.
@@ -67,16 +67,7 @@ class Attempt:
 def tell_attempt(run_dir: Path, what: AttemptStart | AttemptEnd) -> None:
     """Appends a line. OSError: it can't be written."""
     event = "start" if isinstance(what, AttemptStart) else "end"
-    line = json.dumps({"event": event, "time": _now(), **asdict(what)}).encode() + b"\n"
-    fd = open_inside(run_dir, ATTEMPTS, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    try:
-        size = os.fstat(fd).st_size
-        # a line that was cut off stays a line of its own
-        if size and os.pread(fd, 1, size - 1) != b"\n":
-            line = b"\n" + line
-        os.write(fd, line)
-    finally:
-        os.close(fd)
+    append_line(run_dir, ATTEMPTS, json.dumps({"event": event, "time": _now(), **asdict(what)}))
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:

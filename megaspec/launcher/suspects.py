@@ -4,21 +4,24 @@
     avoided.jsonl    {"host": "node1", "device": "2", "attempt": 3, "why": "..."}; the supervisor writes it
 
 A device that stands in avoided.jsonl is not used again by this run; delete its line, or the file, once it is mended. A
-`device` of null stands for the whole host.
+`device` of null stands for the whole host. People edit that file: a line of it that can't be read is an error, since a
+slip would put what it names back into use.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-from megaspec.core.regular_files import open_inside, read_inside
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.regular_files import append_line, read_inside
 
 SUSPECTS = "suspects.jsonl"
 AVOIDED = "avoided.jsonl"
 _LIMIT = 16 << 20
+_FORM = '{"host": "node1", "device": "2", "attempt": 3, "why": "..."}'
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Avoided:
 
 def tell_suspects(run_dir: Path, *, attempt: int, ranks: Sequence[int], why: str) -> None:
     """Says which ranks of an attempt are suspected. OSError."""
-    _append(run_dir, SUSPECTS, {"attempt": attempt, "ranks": list(ranks), "why": why})
+    append_line(run_dir, SUSPECTS, json.dumps({"attempt": attempt, "ranks": list(ranks), "why": why}))
 
 
 def read_suspects(run_dir: Path, attempt: int) -> dict[int, str]:
@@ -51,31 +54,67 @@ def read_suspects(run_dir: Path, attempt: int) -> dict[int, str]:
 
 def avoid(run_dir: Path, what: Avoided) -> None:
     """Keeps a device away from the attempts that follow. OSError."""
-    _append(run_dir, AVOIDED, asdict(what))
+    append_line(run_dir, AVOIDED, json.dumps(asdict(what)))
 
 
-def read_avoided(run_dir: Path) -> list[Avoided]:
-    """What the run keeps away from; lines that are torn, or not ours, are left out."""
-    found = []
-    for line in _lines(run_dir, AVOIDED):
-        try:
-            found.append(Avoided(**line))
-        except TypeError:
-            continue
+@dataclass(frozen=True)
+class AvoidedFile:
+    """What avoided.jsonl holds."""
+
+    entries: tuple[Avoided, ...]
+    problems: tuple[Problem, ...]
+    """One for each line that can't be read."""
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Host -> why, of those that the run keeps away from altogether: what a scheduler may be told to exclude."""
+        return {one.host: one.why for one in self.entries if one.device is None}
+
+
+def read_avoided(run_dir: Path) -> AvoidedFile:
+    """What the run keeps away from. RecipeError: a line can't be read. OSError: the file can't be."""
+    found = read_whole_avoided(run_dir)
+    if found.problems:
+        raise RecipeError(found.problems)
     return found
 
 
-def avoided_hosts(run_dir: Path) -> dict[str, str]:
-    """Host -> why, of those that the run keeps away from altogether: what a scheduler may be told to exclude."""
-    return {one.host: one.why for one in read_avoided(run_dir) if one.device is None}
-
-
-def _append(run_dir: Path, name: str, line: dict[str, Any]) -> None:
-    fd = open_inside(run_dir, name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+def read_whole_avoided(run_dir: Path) -> AvoidedFile:
+    """As `read_avoided`, with the lines that can be read where others can't. OSError."""
     try:
-        os.write(fd, json.dumps(line).encode() + b"\n")
-    finally:
-        os.close(fd)
+        data = read_inside(run_dir, AVOIDED, limit=_LIMIT)
+    except FileNotFoundError:
+        data = b""
+    entries: list[Avoided] = []
+    problems: list[Problem] = []
+    for number, line in enumerate(data.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entries.append(_avoided(line))
+        except (ValueError, RecursionError) as error:
+            text = f"{run_dir / AVOIDED}:{number}: {error}; write {_FORM}, with null as the device for the whole host,"
+            text += " or delete the line if what it names may be used again"
+            problems.append(Problem("", text, code="supervise-avoided"))
+    return AvoidedFile(tuple(entries), tuple(problems))
+
+
+def _avoided(line: bytes) -> Avoided:
+    """ValueError, RecursionError: the line is none."""
+    try:
+        raw = json.loads(line)
+    except UnicodeDecodeError:
+        raise ValueError("is no UTF-8 text") from None
+    except ValueError as error:
+        raise ValueError(f"is no JSON ({error})") from None
+    kinds: dict[str, tuple[type, ...]] = {"host": (str,), "device": (str, NoneType), "attempt": (int,), "why": (str,)}
+    if type(raw) is not dict or set(raw) != set(kinds):
+        raise ValueError(f"is no object of {', '.join(kinds)}")
+    for key, types in kinds.items():
+        is_empty = raw[key] == "" and key != "why"
+        if type(raw[key]) not in types or is_empty:
+            raise ValueError(f"{key}={json.dumps(raw[key])[:80]} is none")
+    return Avoided(**raw)
 
 
 def _lines(run_dir: Path, name: str) -> list[dict[str, Any]]:

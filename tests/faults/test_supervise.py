@@ -17,7 +17,7 @@ from megaspec.launcher.attempts import read_attempts
 from megaspec.launcher.exit_file import read_exit
 from megaspec.launcher.rendezvous import TcpRendezvous
 from megaspec.launcher.run_secret import RunSecret
-from megaspec.launcher.suspects import avoided_hosts, read_avoided
+from megaspec.launcher.suspects import read_avoided
 from megaspec.log.jsonl import read_metrics
 from megaspec.recipe import Recipe
 from megaspec.run_folder import newest_step
@@ -120,7 +120,7 @@ def test_a_run_goes_on_through_kills_and_on_the_devices_that_are_left(tmp_path, 
     assert attempts[2].start.why == f"attempt 1 ended: {attempts[1].end.reason}"
     assert attempts[4].end.reason == "devices came back: 2 ranks in place of 1"
     assert attempts[4].end.layout == "parallelism.dp_replicate=1 launcher.ranks=1"
-    assert [(one.device, one.attempt) for one in read_avoided(run)] == [("1", 2)]
+    assert [(one.device, one.attempt) for one in read_avoided(run).entries] == [("1", 2)]
     begun = [line for line in read_metrics(run / "metrics.jsonl") if line["event"] == "start"][-1]
     assert begun["attempt"] == 5
     assert begun["why"] == f"attempt 4 ended: {attempts[4].end.reason}"
@@ -257,7 +257,7 @@ def test_a_host_that_fails_twice_is_kept_away_from(tmp_path):
         _, said = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 77, said
     assert [attempt.end.code for attempt in read_attempts(run)] == [77, 77]
-    ((host, why),) = avoided_hosts(run).items()
+    ((host, why),) = read_avoided(run).hosts.items()
     assert host == socket.gethostname()
     assert "planted: computes wrongly" in why
     assert read_exit(run).code == 77
@@ -265,6 +265,18 @@ def test_a_host_that_fails_twice_is_kept_away_from(tmp_path):
         _, said = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 77
     assert f"host {host} failed this run 2 times" in said
+
+
+def test_a_damaged_line_of_what_is_avoided_is_told_before_anything_starts(tmp_path):
+    run = make_run(tmp_path / "run", a_recipe())
+    (run / "devices").write_text("0,1,2")
+    plan_faults(run, {})
+    (run / "avoided.jsonl").write_text('{"host": "node1", "device": "1" "attempt": 0, "why": "weights differ"}\n')
+    with supervised(run) as supervisor:
+        _, said = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 64, said
+    assert f"{run / 'avoided.jsonl'}:1: is no JSON" in said
+    assert read_attempts(run) == []
 
 
 @pytest.mark.slow

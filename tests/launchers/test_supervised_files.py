@@ -11,7 +11,14 @@ from megaspec.estimate import target
 from megaspec.estimate.target import gpu_identifiers
 from megaspec.launcher.attempts import AttemptEnd, AttemptStart, last_step, read_attempts, tell_attempt
 from megaspec.launcher.devices import named_devices, usable_devices
-from megaspec.launcher.suspects import Avoided, avoid, read_avoided, read_suspects, tell_suspects
+from megaspec.launcher.suspects import (
+    Avoided,
+    avoid,
+    read_avoided,
+    read_suspects,
+    read_whole_avoided,
+    tell_suspects,
+)
 
 GPUS = ("GPU-a", "GPU-b", "GPU-c")
 
@@ -74,10 +81,44 @@ def test_suspects_are_those_of_an_attempt(tmp_path):
 
 
 def test_what_is_avoided_is_kept(tmp_path):
-    assert read_avoided(tmp_path) == []
-    avoid(tmp_path, Avoided("node1", "GPU-b", 3, "weights differ"))
-    (tmp_path / "avoided.jsonl").open("a").write('{"host": 3}\nnonsense\n')
-    assert read_avoided(tmp_path) == [Avoided("node1", "GPU-b", 3, "weights differ")]
+    assert read_avoided(tmp_path).entries == ()
+    device = Avoided("node1", "GPU-b", 3, "weights differ")
+    host = Avoided("node2", None, 4, "")
+    avoid(tmp_path, device)
+    # an editor may leave out the last line's end
+    path = tmp_path / "avoided.jsonl"
+    path.write_text("\n" + path.read_text().rstrip())
+    avoid(tmp_path, host)
+    found = read_avoided(tmp_path)
+    assert found.entries == (device, host)
+    assert found.hosts == {"node2": ""}
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"host": "node1", "device": "GPU-c", "attempt": 3, "why": "x"', "is no JSON"),
+        (b"nonsense", "is no JSON"),
+        (b"\xff", "is no UTF-8 text"),
+        (b'["node1"]', "is no object of host, device, attempt, why"),
+        (b'{"host": "node1", "device": "GPU-c", "attempt": 3}', "is no object of host, device, attempt, why"),
+        (b'{"host": "node1", "device": "GPU-c", "attempt": 3, "why": "x", "more": 1}', "is no object of host"),
+        (b'{"host": "node1", "device": 2, "attempt": 3, "why": "x"}', "device=2 is none"),
+        (b'{"host": "", "device": "GPU-c", "attempt": 3, "why": "x"}', 'host="" is none'),
+        (b"[" * 5_000, ""),
+    ],
+)
+def test_a_damaged_line_of_what_is_avoided_is_refused(line, why, tmp_path):
+    device = Avoided("node1", "GPU-b", 3, "weights differ")
+    avoid(tmp_path, device)
+    with (tmp_path / "avoided.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(RecipeError) as caught:
+        read_avoided(tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.message.startswith(f"{tmp_path / 'avoided.jsonl'}:2: {why}")
+    assert 'write {"host": "node1", ' in problem.message
+    assert read_whole_avoided(tmp_path).entries == (device,)
 
 
 @pytest.mark.parametrize(
