@@ -215,7 +215,7 @@ class Supervisor:
         self.newest = newest_step(self.folder)
         attempt = 0
         why = ""
-        before = read_attempts(self.folder)
+        before = read_attempts(self.folder).attempts
         if before:
             attempt = before[-1].start.attempt + 1
             why = _what_was_before(before[-1].end)
@@ -394,7 +394,7 @@ class Supervisor:
         avoided = read_whole_avoided(self.folder).entries
         of_devices = {one.attempt for one in avoided if one.device is not None}
         failures = 1
-        for one in read_attempts(self.folder):
+        for one in read_attempts(self.folder).attempts:
             is_here = one.start.host == host and one.start.attempt not in of_devices
             if is_here and one.end is not None and one.end.code == HARDWARE:
                 failures += 1

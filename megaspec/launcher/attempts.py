@@ -70,31 +70,55 @@ def tell_attempt(run_dir: Path, what: AttemptStart | AttemptEnd) -> None:
     append_line(run_dir, ATTEMPTS, json.dumps({"event": event, "time": _now(), **asdict(what)}))
 
 
-def read_attempts(run_dir: Path) -> list[Attempt]:
-    """Every attempt of a run, the oldest first; none where there is no such file. Lines that are torn, or not ours, are
-    left out. OSError: it can't be read."""
+@dataclass(frozen=True)
+class AttemptsFile:
+    """What attempts.jsonl holds."""
+
+    attempts: tuple[Attempt, ...]
+    """The oldest first."""
+    damaged: tuple[str, ...]
+    """FILE:LINE and why, of each line that tells of no attempt: a crash may have cut it, or somebody edited it."""
+
+
+def read_attempts(run_dir: Path) -> AttemptsFile:
+    """Every attempt of a run; none where there is no such file. OSError: it can't be read."""
     try:
         data = read_inside(run_dir, ATTEMPTS, limit=_LIMIT)
     except FileNotFoundError:
-        return []
+        data = b""
     starts: dict[int, AttemptStart] = {}
     ends: dict[int, AttemptEnd] = {}
-    for line in data.splitlines():
-        found = _parse(line)
+    place_of_end: dict[int, str] = {}
+    damaged: list[str] = []
+    for number, line in enumerate(data.splitlines(), 1):
+        place = f"{run_dir / ATTEMPTS}:{number}"
+        if not line.strip():
+            continue
+        try:
+            found = _parse(line)
+        except (ValueError, RecursionError) as error:
+            damaged.append(f"{place}: {error}")
+            continue
         if isinstance(found, AttemptStart):
             starts[found.attempt] = found
-        elif isinstance(found, AttemptEnd):
+        else:
             ends[found.attempt] = found
-    return [Attempt(starts[number], ends.get(number)) for number in sorted(starts)]
+            place_of_end[found.attempt] = place
+    for attempt, place in place_of_end.items():
+        if attempt not in starts:
+            damaged.append(f"{place}: the line that begins attempt {attempt} is not there")
+    attempts = [Attempt(starts[number], ends.get(number)) for number in sorted(starts)]
+    return AttemptsFile(tuple(attempts), tuple(damaged))
 
 
-def _parse(line: bytes) -> AttemptStart | AttemptEnd | None:
+def _parse(line: bytes) -> AttemptStart | AttemptEnd:
+    """ValueError, RecursionError: the line is none of an attempt."""
     try:
         raw = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    except ValueError:
+        raise ValueError("no JSON: cut, or edited") from None
     if type(raw) is not dict or type(raw.get("attempt")) is not int:
-        return None
+        raise ValueError("no object with the number of an attempt")
     event = raw.pop("event", None)
     raw.pop("time", None)
     try:
@@ -105,8 +129,8 @@ def _parse(line: bytes) -> AttemptStart | AttemptEnd | None:
         if event == "end":
             return AttemptEnd(**raw)
     except TypeError:
-        pass  # other keys
-    return None
+        raise ValueError(f"it has not the keys of an attempt's {event}") from None
+    raise ValueError("event is neither start nor end")
 
 
 def last_step(run_dir: Path, metrics: str, *, elsewhere: Path | None = None) -> int:

@@ -17,7 +17,7 @@ from megaspec.core.errors import CheckpointError, DataError
 from megaspec.core.frozen import MOST
 from megaspec.core.regular_files import read_inside
 from megaspec.core.units import counted
-from megaspec.launcher.attempts import Attempt, read_attempts
+from megaspec.launcher.attempts import ATTEMPTS, Attempt, read_attempts
 from megaspec.launcher.exit_file import Exit, read_exit
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.prediction import FILE_NAME as PREDICTION
@@ -39,7 +39,7 @@ class RunFolder:
     history: History = field(init=False)
     prediction: Prediction | None = None
     environment: dict[str, Any] = field(default_factory=dict)
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: tuple[Attempt, ...] = ()
     """Those that a supervisor made."""
     exit: Exit | None = None
     kept_steps: frozenset[int] = frozenset()
@@ -151,12 +151,18 @@ class RunFolder:
             self.troubles.append(f"{ENVIRONMENT} can't be read: {_why(error)}")
             return {}
 
-    def _attempts(self) -> list[Attempt]:
+    def _attempts(self) -> tuple[Attempt, ...]:
         try:
-            return read_attempts(self.path)
+            found = read_attempts(self.path)
         except OSError as error:
-            self.troubles.append(f"attempts can't be read: {_why(error)}")
-            return []
+            self.troubles.append(f"{ATTEMPTS} can't be read: {_why(error)}")
+            return ()
+        if found.damaged:
+            count = "1 line tells"
+            if len(found.damaged) > 1:
+                count = f"{len(found.damaged):,} lines tell"
+            self.troubles.append(f"{count} of no attempt and can't be shown; the first: {found.damaged[0]}")
+        return found.attempts
 
     def _kept_steps(self) -> frozenset[int]:
         try:

@@ -124,7 +124,7 @@ def soak(folder: Path, factory: RankFactory, *, minutes: float, every: float, se
     stop = {"rank": 0, "kind": "stop", "point": "step", "count": steps}
     assert go(undisturbed, factory, ranks=RANKS, fault=stop) == 75
     assert_same(run, result(undisturbed))
-    attempts = read_attempts(run)
+    attempts = read_attempts(run).attempts
     assert all(attempt.end is not None for attempt in attempts)
     codes = Counter(one.end.code for one in attempts)
     # the last one may come when the run is being stopped

@@ -104,7 +104,7 @@ def test_a_run_goes_on_through_kills_and_on_the_devices_that_are_left(tmp_path, 
     with supervised(run) as supervisor:
         _, said = supervisor.communicate(timeout=120)
     assert supervisor.returncode == 0, said
-    attempts = read_attempts(run)
+    attempts = read_attempts(run).attempts
     assert [attempt.end.world_size for attempt in attempts] == [2, 2, 2, 2, 1, 2], said
     assert [attempt.end.code for attempt in attempts] == [74, 74, 77, 74, 75, 0]
     assert [attempt.start.devices for attempt in attempts] == [
@@ -135,7 +135,7 @@ def test_a_crash_loop_ends_after_a_few_attempts(tmp_path):
     with supervised(run) as supervisor:
         _, said = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 70, said
-    assert [attempt.end.code for attempt in read_attempts(run)] == [74, 74, 74]
+    assert [attempt.end.code for attempt in read_attempts(run).attempts] == [74, 74, 74]
     assert "given up with exit code 70: 3 attempts in a row saved no new step" in said
     last = read_exit(run)
     assert (last.code, last.step) == (70, 0)
@@ -162,7 +162,7 @@ def test_nothing_outlives_a_killed_supervisor_and_a_request_to_stop_is_saved(tmp
         _, said = supervisor.communicate(timeout=30)
     assert supervisor.returncode == 75, said
     assert all(is_gone(pid) for pid in below)
-    attempts = read_attempts(run)
+    attempts = read_attempts(run).attempts
     assert [attempt.end is None for attempt in attempts] == [True, False]
     assert attempts[1].start.why == "the supervisor before this one ended without a word"
     assert attempts[1].end.saved == attempts[1].end.step == newest_step(run) == read_exit(run).step
@@ -197,7 +197,7 @@ def test_processes_that_are_stopped_are_replaced(kinds, tmp_path, factory):
         seen = stop_each(run, supervisor, kinds)
         _, said = supervisor.communicate(timeout=150)
     assert supervisor.returncode == 0, said
-    ends = [attempt.end for attempt in read_attempts(run)]
+    ends = [attempt.end for attempt in read_attempts(run).attempts]
     assert [end.code for end in ends] == [*[74] * len(kinds), 0], said
     for end in ends[:-1]:
         assert end.reason == "the launcher, or the process that it forks ranks from, was stopped (SIGSTOP)"
@@ -216,7 +216,7 @@ def test_a_launcher_whose_heartbeat_is_missed_is_replaced(tmp_path, factory):
         seen = stop_each(run, supervisor, ["all"])
         _, said = supervisor.communicate(timeout=150)
     assert supervisor.returncode == 0, said
-    ends = [attempt.end for attempt in read_attempts(run)]
+    ends = [attempt.end for attempt in read_attempts(run).attempts]
     assert [end.code for end in ends] == [74, 0], said
     assert ends[0].reason == "the launcher was silent: it wrote no heartbeat, and looked after no rank"
     assert all(is_gone(pid) for pid in seen)
@@ -240,7 +240,7 @@ def test_four_three_two_and_four_ranks_again(tmp_path, factory, tell):
     with supervised(run) as supervisor:
         _, said = supervisor.communicate(timeout=240)
     assert supervisor.returncode == 0, said
-    attempts = read_attempts(run)
+    attempts = read_attempts(run).attempts
     assert [attempt.end.world_size for attempt in attempts] == [4, 3, 2, 4, 4], said
     assert [attempt.end.code for attempt in attempts] == [74, 74, 75, 74, 0]
     assert_same_course(run, undisturbed_run(tmp_path, factory, asked, 4), within=1e-12)
@@ -256,7 +256,7 @@ def test_a_host_that_fails_twice_is_kept_away_from(tmp_path):
     with supervised(run) as supervisor:
         _, said = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 77, said
-    assert [attempt.end.code for attempt in read_attempts(run)] == [77, 77]
+    assert [attempt.end.code for attempt in read_attempts(run).attempts] == [77, 77]
     ((host, why),) = read_avoided(run).hosts.items()
     assert host == socket.gethostname()
     assert "planted: computes wrongly" in why
@@ -276,7 +276,7 @@ def test_a_damaged_line_of_what_is_avoided_is_told_before_anything_starts(tmp_pa
         _, said = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 64, said
     assert f"{run / 'avoided.jsonl'}:1: is no JSON" in said
-    assert read_attempts(run) == []
+    assert read_attempts(run).attempts == ()
 
 
 @pytest.mark.slow
@@ -287,7 +287,7 @@ def test_a_run_ends_where_no_layout_fits_what_is_left(tmp_path):
     with supervised(run) as supervisor:
         _, said = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 77, said
-    assert [attempt.end.code for attempt in read_attempts(run)] == [77, 77]
+    assert [attempt.end.code for attempt in read_attempts(run).attempts] == [77, 77]
     assert "as the recipe says needs 2 ranks, there is room for 1" in said
     assert "device 7 (rank 1) is not used again: planted: computes wrongly" in said
     assert newest_step(run) == read_exit(run).step == 3

@@ -34,22 +34,34 @@ def an_end(attempt):
 
 
 def test_attempts_are_read_as_they_were_told(tmp_path):
-    assert read_attempts(tmp_path) == []
+    assert read_attempts(tmp_path).attempts == ()
     for what in (a_start(0), an_end(0), a_start(1)):
         tell_attempt(tmp_path, what)
-    first, second = read_attempts(tmp_path)
+    first, second = read_attempts(tmp_path).attempts
     assert (first.start, first.end) == (a_start(0), an_end(0))
     assert (second.start, second.end) == (a_start(1), None)
 
 
-def test_a_torn_line_costs_itself_alone(tmp_path):
+def test_a_torn_line_costs_itself_alone_and_is_told(tmp_path):
     tell_attempt(tmp_path, a_start(0))
     path = tmp_path / "attempts.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
     tell_attempt(tmp_path, a_start(1))
     with path.open("ab") as file:
         file.write(b'[1]\n{"event": "start", "attempt": "x"}\n{"event": "end", "attempt": 1, "more": 2}\n\xff\n')
-    assert [attempt.start.attempt for attempt in read_attempts(tmp_path)] == [1]
+        file.write(b'{"event": "pause", "attempt": 2}\n\n')
+    tell_attempt(tmp_path, an_end(7))
+    found = read_attempts(tmp_path)
+    assert [attempt.start.attempt for attempt in found.attempts] == [1]
+    assert [one.removeprefix(f"{path}:") for one in found.damaged] == [
+        "1: no JSON: cut, or edited",
+        "3: no object with the number of an attempt",
+        "4: no object with the number of an attempt",
+        "5: it has not the keys of an attempt's end",
+        "6: no JSON: cut, or edited",
+        "7: event is neither start nor end",
+        "9: the line that begins attempt 7 is not there",
+    ]
 
 
 def test_a_link_in_place_of_the_file_is_refused(tmp_path):

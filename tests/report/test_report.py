@@ -319,6 +319,22 @@ def test_restarts_that_left_no_line_are_counted(tmp_path):
     assert tiles_of(run_page(read(folder)))["times started again"] == "3"
 
 
+def test_damaged_lines_of_attempts_are_told(tmp_path, capsys):
+    folder = make_run(tmp_path / "run")
+    assert read(folder).troubles == []
+    path = folder / "attempts.jsonl"
+    number = len(path.read_text().splitlines()) + 1
+    with path.open("a") as file:
+        file.write('{"event": "end", "attempt": 1, "code": 7')
+    trouble = f"1 line tells of no attempt and can't be shown; the first: {path}:{number}: no JSON: cut, or edited"
+    assert cli.main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(folder / REPORT), f"{folder}: {trouble}"]
+    assert trouble in texts_of((folder / REPORT).read_text())
+    with path.open("a") as file:
+        file.write("\n[]\n")
+    assert read(folder).troubles[0].startswith("2 lines tell of no attempt and can't be shown; the first: ")
+
+
 def test_runs_are_compared(tmp_path):
     one = make_run(tmp_path / "one", name="one")
     two = make_run(tmp_path / "two", name="one", optim={"kind": "adamw", "lr": 1e-3}, world_size=16)
