@@ -688,6 +688,15 @@ _OPTIM = {
         ("train.eval_every=100",),
         "log.alerts.0.metric",
     ),
+    "alert-raised": Example(
+        (
+            "train.steps=240",
+            "train.eval_every=100",
+            "log.alerts=[{metric: eval/loss, comparison: above, value: 8, for_steps: 4}]",
+        ),
+        ("train.eval_every=60",),
+        "log.alerts.0.for_steps",
+    ),
     "alert-told": Example(
         ("log.alerts=[{metric: loss, comparison: above, value: 8, action: webhook}]",),
         ("log.webhook={}",),

@@ -92,6 +92,27 @@ def alerts_look_at_what_this_run_has(case: Case) -> Problem | None:
     return None
 
 
+def alerts_can_be_raised(case: Case) -> Problem | None:
+    """An alert's number is known as often as its condition has to hold in a row."""
+    train = case.recipe.train
+    done = case.facts.start.step
+    for number, alert in enumerate(case.recipe.log.alerts):
+        if alert.metric in (*OF_EVALUATIONS, *_losses_of_sets(case)):
+            most = _evaluations(case)
+            what = f"evaluations that train.steps={train.steps} and train.eval_every={train.eval_every} make"
+        else:
+            most = train.steps - done
+            for steps in train.skip_steps:
+                most -= steps.last - steps.first + 1
+            what = f"steps that train.steps={train.steps} makes"
+        # another rule says that there are none
+        if most > 0 and alert.for_steps > most:
+            key = f"log.alerts.{number}.for_steps"
+            text = f"{key}={alert.for_steps} must be at most {most}, the {what}, or it is never raised"
+            return Problem(key, f"{text}; lower it, or drop the alert")
+    return None
+
+
 def alerts_can_be_told(case: Case) -> Problem | None:
     """An alert that tells the webhook needs one."""
     for number, alert in enumerate(case.recipe.log.alerts):
@@ -100,6 +121,17 @@ def alerts_can_be_told(case: Case) -> Problem | None:
             text = f"{key}=webhook needs log.webhook, which is null; set log.webhook={{}}"
             return Problem(key, f"{text}, or log.alerts.{number}.action=log")
     return None
+
+
+def _evaluations(case: Case) -> int:
+    """How many the run makes: after every train.eval_every-th step, and after the last one."""
+    train = case.recipe.train
+    if train.eval_every == 0:
+        return 0
+    count = train.steps // train.eval_every - case.facts.start.step // train.eval_every
+    if train.steps % train.eval_every > 0:
+        count += 1
+    return count
 
 
 def _losses_of_sets(case: Case) -> list[str]:

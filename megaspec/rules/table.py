@@ -230,6 +230,7 @@ RULES: dict[str, Rule] = {
     "log-once": log_rules.each_service_once,
     "alert-metric": log_rules.alerts_look_at_what_there_is,
     "alert-known": log_rules.alerts_look_at_what_this_run_has,
+    "alert-raised": log_rules.alerts_can_be_raised,
     "alert-told": log_rules.alerts_can_be_told,
     "numbers-checkpoints": numbers_rules.going_back_needs_checkpoints,
     "numbers-before": numbers_rules.what_lies_before_needs_going_back,

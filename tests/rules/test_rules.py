@@ -124,6 +124,27 @@ def test_no_lengths_are_no_lengths_of_documents():
     assert not broken(("data.document_mask=true", "data.document_lengths=null"))
 
 
+@pytest.mark.parametrize(
+    ("metric", "for_steps", "more", "most"),
+    [
+        ("loss", 240, (), None),
+        ("loss", 241, (), "at most 240, the steps that train.steps=240 makes, or"),
+        ("seconds", 231, ("train.skip_steps=[{first: 11, last: 20}]",), "at most 230"),
+        ("eval/loss", 3, ("train.eval_every=100",), None),
+        ("eval/loss", 4, ("train.eval_every=100",), "evaluations that train.steps=240 and train.eval_every=100 make"),
+        ("eval/loss", 2, ("train.eval_every=240",), "at most 1,"),
+    ],
+)
+def test_an_alert_that_could_never_be_raised_is_refused(metric, for_steps, more, most):
+    alert = f"{{metric: {metric}, comparison: above, value: 8, for_steps: {for_steps}}}"
+    found = broken(("train.steps=240", f"log.alerts=[{alert}]", *more))
+    if most is None:
+        assert found == []
+    else:
+        assert [problem.code for problem in found] == ["alert-raised"]
+        assert most in found[0].message
+
+
 def test_messages_hold_both_values_and_the_nearest_legal_ones():
     wrong = ("launcher.ranks=24", "parallelism.tp=12", "model.n_heads=32", "model.d_head=4", "model.n_kv_heads=8")
     wrong += ("train.global_batch=48",)
