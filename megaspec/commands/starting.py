@@ -217,6 +217,7 @@ def prepare_new(
         facts = replace(facts, run_dir=str(folder))
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
+    refuse_no_address(spec)
     warn(spec, target)
     companions = _companions_of_source(composed.recipe, spec)
     place = Path(spec.run_dir)
@@ -318,6 +319,7 @@ def prepare_resume(
             more = f"megaspec resume {folder} train.steps=N trains it to step N"
             print(printable(f"{folder} is finished: all {done:,} steps are done; {more}"))
         else:
+            refuse_no_address(spec)
             warn(spec, target)
         if done and not is_finished:
             gone = [one.key for one in saved.gone]
@@ -333,6 +335,13 @@ def _asks_for_more(old: Spec, recipe: Recipe) -> bool:
     evaluates_now = old.train.eval_every == 0 and recipe.train.eval_every > 0
     writes_now = recipe.train.sample is not None and recipe.train.sample != old.train.sample
     return evaluates_now or writes_now
+
+
+def refuse_no_address(spec: Spec) -> None:
+    """RecipeError: the variable with the webhook's address is not set, or holds none. Before a folder is made: the next
+    start, with the variable, is to train in it."""
+    if spec.log.webhook is not None:
+        address_of(spec.log.webhook, os.environ)
 
 
 def warn(spec: Spec, target: Target) -> None:
@@ -377,6 +386,4 @@ def record_environment(folder: Path) -> None:
 
 
 def _show(spec: Spec, target: Target) -> None:
-    if spec.log.webhook is not None:
-        address_of(spec.log.webhook, os.environ)  # raises before a rank is started
     print_plan(spec, target, terminal(), data=data_in_words(spec.data, spec.remote))

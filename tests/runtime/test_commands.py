@@ -77,6 +77,23 @@ def weights(run):
         return {n: reader.read(n).numpy().tobytes() for n in reader.names() if n.startswith("model/")}
 
 
+def test_a_start_without_the_webhooks_address_leaves_nothing_behind(megaspec, capfd, monkeypatch):
+    """So that the mended command trains in the folder that it names."""
+    monkeypatch.delenv("TINY_HOOK", raising=False)
+    hook = "log.webhook={url_variable: TINY_HOOK, events: []}"
+    words = ("train", "recipe=tiny", "name=hooked", "train.steps=4", "train.eval_every=0", "train.sample=null")
+    for more in ((), ("resume=auto",), ("--supervise",)):
+        assert megaspec(*words, hook, *more) == 64
+        assert "TINY_HOOK names an environment variable that is not set" in capfd.readouterr().err
+        assert not Path("runs/hooked").exists()
+    assert megaspec(*words) == 0
+    before = Path("runs/hooked/spec.json").read_bytes()
+    assert megaspec("resume", "runs/hooked", "train.steps=6", hook) == 64
+    assert megaspec("resume", "runs/hooked", "train.steps=6", hook, "--fork", "forked") == 64
+    assert Path("runs/hooked/spec.json").read_bytes() == before
+    assert not Path("runs/forked").exists()
+
+
 def test_a_longer_run_keeps_what_it_took_and_appends(megaspec, capfd):
     run = Path("runs/longer")
     assert megaspec("train", "recipe=tiny", "name=longer") == 0
