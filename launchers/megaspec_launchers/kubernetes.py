@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import Problem, RecipeError, UnreachableError
 from megaspec.launcher.exit_file import MEANINGS
 from megaspec.launcher.spec import KubernetesLauncher, Toleration
 from megaspec.spec import Spec
@@ -28,6 +28,22 @@ from megaspec_launchers.node import RESTARTED
 from megaspec_launchers.recipe_file import NAME, SECRET_FILE, recipe_of_job, words_of_job
 
 SUBMIT = "kubectl"
+# Of kubectl where the API server does not answer, or is not the one that it should be; in small letters.
+_UNREACHED = (
+    "unable to connect to the server",
+    "the connection to the server",
+    "dial tcp",
+    "i/o timeout",
+    "tls handshake timeout",
+    "x509: ",
+    "unexpected eof",
+    "connection reset by peer",
+    "client.timeout exceeded",
+    "context deadline exceeded",
+)
+_ADVICE = "; if you choose to ignore these errors, turn validation off with --validate=false"
+# A line of klog: E1127 20:15:25.123456   4711 memcache.go:265] ...
+_LOGGED = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+\] ")
 PORT = 29500
 # Of a pod beyond the grace of its ranks: what ends with them.
 MARGIN_SECONDS = 30
@@ -112,7 +128,7 @@ def submit(text: str, specs: Sequence[Spec]) -> str:
 
     They are created, never applied: of a job that is there already `apply` would change the recipe and the secret
     under its pods, which read them when they start again, and leave the job itself as it is.
-    RecipeError: there is no kubectl, or it refuses them.
+    RecipeError: there is no kubectl, or the cluster refuses them. UnreachableError: no cluster answers.
     """
     refuse_missing()
     values = []
@@ -124,14 +140,37 @@ def submit(text: str, specs: Sequence[Spec]) -> str:
     command = [SUBMIT, "create", "--filename", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, errors="replace")
     if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        said = _reason(done.stderr) or f"exit code {done.returncode}"
         for value in values:
             # kubectl may show what it was given
             said = said.replace(value, "***").replace(base64.b64encode(value.encode()).decode(), "***")
-        text = f"kubectl refuses the job: {said}; mend launcher.*, or set launcher.job to another name. What is there "
-        text += f"of an earlier job, or was made of this one, is deleted by: {deletion(specs)}"
+        if _is_unreachable(said):
+            text = f"kubectl reaches no cluster: {said}; look at `kubectl cluster-info`, its context and KUBECONFIG, "
+            text += "and give the same command again"
+            if done.stdout.strip():
+                text += f". What was made of the job before that is deleted by: {deletion(specs)}"
+            raise UnreachableError([Problem("launcher", text)])
+        text = f"the cluster refuses the job: {said}; mend launcher.*, or set launcher.job to another name. What is "
+        text += f"there of an earlier job, or was made of this one, is deleted by: {deletion(specs)}"
         raise RecipeError([Problem("launcher", text)])
     return done.stdout.strip()
+
+
+def _reason(stderr: str) -> str:
+    """What kubectl says of a failure, on one line: without what its client library logs of each try before, and without
+    its advice to switch validation off, which mends nothing."""
+    lines = [line for line in stderr.splitlines() if not _LOGGED.match(line)]
+    said = " ".join(" ".join(lines or stderr.splitlines()).split())
+    return said.replace(_ADVICE, "")
+
+
+def _is_unreachable(said: str) -> bool:
+    """Whether the API server gave no answer, by what kubectl says."""
+    said = said.lower()
+    if "error from server" in said:
+        # it answered, be it of a webhook that it can't reach itself
+        return "(serviceunavailable)" in said
+    return any(one in said for one in _UNREACHED)
 
 
 def deletion(specs: Sequence[Spec]) -> str:

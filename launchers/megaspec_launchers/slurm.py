@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
-from megaspec.core.errors import HangError, Preempted, Problem, RecipeError
+from megaspec.core.errors import HangError, Preempted, Problem, RecipeError, UnreachableError
 from megaspec.launcher.spec import SlurmContainer, SlurmLauncher
 from megaspec.spec import Spec
 from megaspec_launchers.recipe_file import NAME, SECRET_FILE, recipe_of_job, words_of_job
@@ -56,6 +56,7 @@ def submit(text: str, specs: Sequence[Spec]) -> str:
     """Hands a script to sbatch, from the folder where it is called. -> the job's number.
 
     RecipeError: there is no sbatch, it refuses the job, or nodes would not find megaspec; nothing was started then.
+    UnreachableError: no controller answers.
     """
     refuse_missing()
     launcher = specs[0].launcher
@@ -65,6 +66,9 @@ def submit(text: str, specs: Sequence[Spec]) -> str:
     done = subprocess.run([SUBMIT, "--parsable"], input=text, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        if "unable to contact slurm controller" in said.lower():
+            text = f"sbatch reaches no cluster: {said}; nothing was started, give the same command again later"
+            raise UnreachableError([Problem("launcher", text)])
         raise RecipeError(
             [Problem("launcher", f"sbatch refuses the job: {said}; mend launcher.*, nothing was started")]
         )

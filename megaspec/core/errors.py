@@ -124,6 +124,12 @@ class HangError(MegaspecError):
     exit_code = 74
 
 
+class UnreachableError(MegaspecError):
+    """A scheduler that a job should go to, and that does not answer: the same command may do later."""
+
+    exit_code = 74
+
+
 class Preempted(MegaspecError):
     """The run was asked to stop, and has saved: start it again to go on."""
 

@@ -335,9 +335,55 @@ print(" ".join(sys.argv[1:]))
     monkeypatch.setenv("PATH", f"{here}{os.pathsep}/bin{os.pathsep}/usr/bin")
     assert main(["train", "recipe=hello", *PODS]) == 64
     said = capsys.readouterr().err
-    assert "kubectl refuses the job: error: no matches for kind TrainJob" in said
+    assert "the cluster refuses the job: error: no matches for kind TrainJob" in said
     kinds = "trainjob,trainingruntime,configmap,secret"
     assert f"kubectl delete {kinds} --ignore-not-found --selector app.kubernetes.io/instance=hello" in said
+
+
+_VALIDATE = "; if you choose to ignore these errors, turn validation off with --validate=false"
+_OPENAPI = 'error validating "STDIN": error validating data: failed to download openapi: Get "https://10.0.0.1:6443/"'
+UNREACHABLE = (
+    "The connection to the server localhost:8080 was refused - did you specify the right host or port?",
+    "Unable to connect to the server: dial tcp: lookup api.example on 10.0.0.2:53: no such host",
+    "Unable to connect to the server: net/http: TLS handshake timeout",
+    f"error: {_OPENAPI}: dial tcp 10.0.0.1:6443: connect: connection refused{_VALIDATE}",
+    f"error: {_OPENAPI}: tls: failed to verify certificate: x509: certificate signed by unknown authority{_VALIDATE}",
+    "Error from server (ServiceUnavailable): the server is currently unable to handle the request",
+)
+_WEBHOOK = 'failed calling webhook "a": Post "https://b/": dial tcp 10.0.0.9:443: connect: connection refused'
+REFUSED = (
+    'Error from server (AlreadyExists): error when creating "STDIN": configmaps "hello" already exists',
+    "error: You must be logged in to the server (Unauthorized)",
+    f"Error from server (InternalError): Internal error occurred: {_WEBHOOK}",
+    f'error: error validating "STDIN": error validating data: unknown field "spec.x"{_VALIDATE}',
+)
+
+
+@pytest.mark.parametrize("said", [*UNREACHABLE, *REFUSED])
+def test_no_cluster_is_told_from_one_that_refuses(said, here, capsys, monkeypatch):
+    logged = 'E1127 20:15:25.123456    4711 memcache.go:265] "Unhandled Error" err="couldn\'t get list"'
+    (here / "said").write_text(f"{logged}\n{logged}\n{said}\n")
+    part = here / "part"
+    kubectl = f"#!/bin/sh\n[ -e '{part}' ] && echo secret/x created\ncat '{here}/said' >&2\nexit 1\n"
+    write_program(here / "kubectl", kubectl)
+    monkeypatch.setenv("PATH", f"{here}{os.pathsep}/bin{os.pathsep}/usr/bin")
+    code = main(["train", "recipe=hello", *PODS])
+    told = capsys.readouterr().err
+    assert said.removesuffix(_VALIDATE) in told
+    assert "--validate" not in told
+    assert "memcache" not in told
+    if said in REFUSED:
+        assert code == 64
+        assert "the cluster refuses the job: " in told
+        return
+    assert code == 74
+    assert "kubectl reaches no cluster: " in told
+    assert "launcher.*" not in told
+    assert "kubectl delete" not in told
+    # where it was lost half-way
+    part.touch()
+    assert main(["train", "recipe=hello", *PODS]) == 74
+    assert "is deleted by: kubectl delete trainjob," in capsys.readouterr().err
 
 
 def test_points_of_a_sweep_are_jobs_of_their_own(here, capsys):

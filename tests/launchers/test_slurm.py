@@ -437,6 +437,10 @@ def test_a_job_that_sbatch_refuses_is_told(here, capsys, corpus, monkeypatch, tm
     monkeypatch.setenv("PATH", os.pathsep.join([str(program.parent), str(programs), os.environ["PATH"]]))
     assert main(["train", "recipe=hello", *SLURM]) == 64
     assert "sbatch refuses the job: sbatch: error: invalid account" in capsys.readouterr().err
+    lost = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
+    program.write_text(f"#!/bin/sh\necho '{lost}' >&2\nexit 1\n")
+    assert main(["train", "recipe=hello", *SLURM]) == 74
+    assert f"sbatch reaches no cluster: {lost}; nothing was started" in capsys.readouterr().err
 
 
 def test_a_python_without_megaspec_is_told_before_the_job_waits(here, capsys, corpus, monkeypatch, programs):
