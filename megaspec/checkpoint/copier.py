@@ -4,13 +4,13 @@ save waits for a store. Torch-free."""
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megaspec.checkpoint.failures import KINDS
-from megaspec.checkpoint.remote import FIRST_WAIT_SECONDS, Found, Identity
+from megaspec.checkpoint.remote import FIRST_WAIT_SECONDS, Found, Identity, Owner
 from megaspec.checkpoint.writer_process import WriterProcess
 from megaspec.core.errors import WriteError, printable
 
@@ -32,11 +32,17 @@ class Copier:
 
     A copy that fails is told, and the next checkpoint is copied all the same; `finish` raises what the last one met.
     What was deleted in the run folder is deleted there once the newest is whole there: at no time there is none. Then
-    `tidying` is asked what else is there that nobody keeps.
+    `tidying` is asked what else is there that nobody keeps. `owner`: the run whose copies they are.
     """
 
     def __init__(
-        self, url: str, run_dir: Path, *, tidying: Tidying | None = None, wait_seconds: float = FIRST_WAIT_SECONDS
+        self,
+        url: str,
+        run_dir: Path,
+        *,
+        owner: Owner,
+        tidying: Tidying | None = None,
+        wait_seconds: float = FIRST_WAIT_SECONDS,
     ):
         self._url = url
         self._tidying = tidying
@@ -45,7 +51,7 @@ class Copier:
         """Steps of copies whose owner is asked for."""
         self._newest_listed = 0
         """The step that was copied last when it was looked at what is there."""
-        self._common = {"url": url, "wait_seconds": wait_seconds, "run_dir": str(run_dir)}
+        self._common = {"url": url, "wait_seconds": wait_seconds, "run_dir": str(run_dir), "owner": asdict(owner)}
         self._process = WriterProcess({"run_dir": str(run_dir), "token": 0, "chunk_bytes": 8})
         self._to_copy: dict[str, Any] | None = None
         self._to_drop: deque[int] = deque()
@@ -55,12 +61,22 @@ class Copier:
         self._is_newest_there = False
         self._failure: WriteError | None = None
 
-    def check(self) -> None:
-        """Whether what is copied will arrive. WriteError: it won't, and why; UsageError: a package is missing."""
-        self._process.send({"do": "check", **self._common})
+    def check(self, refuse: Callable[[Sequence[Identity]], None]) -> None:
+        """Whether what is copied will arrive, and makes the place this run's own. `refuse` is given what says whose the
+        place was, and raises where that is another run.
+
+        WriteError: it won't, and why; UsageError: a package is missing.
+        """
+        refuse([Identity(**one) for one in self._answered("check")])
+        self._answered("claim")
+
+    def _answered(self, what: str) -> Any:
+        """What a job comes to that is waited for. Raises what it met."""
+        self._process.send({"do": what, **self._common})
         answer = self._process.wait()
         if "value" not in answer:
             raise KINDS[answer["kind"]](answer["lines"])
+        return answer["value"]
 
     def copy(self, path: Path, step: int) -> None:
         """A checkpoint is published."""

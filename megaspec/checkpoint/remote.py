@@ -1,5 +1,6 @@
 """Copies of a run's checkpoints in an object store, or wherever fsspec reaches. Torch-free.
 
+    URL/owner.json                                            the run that copies there, see note "One run, one place"
     URL/spec.json and other RUN_FILES                         what a run needs to go on, as it was at the last copy
     URL/checkpoints/step-00000100/rank-00000.safetensors
     URL/checkpoints/step-00000100/manifest.json               last: who sees it sees all of the checkpoint
@@ -8,9 +9,15 @@
 Note "Verified by ours". A store's own checksums are of what it received, and differ from store to store. Each file is
 read back after it was written, chunk by chunk, and held to the manifest's CRC-32; only then is the manifest written. It
 costs the bytes a second time, beside the training, and works with every store.
+
+Note "One run, one place". A step has one folder, and a run one spec.json: copies of two runs in one place would be each
+other's ruin. Whoever starts looks at all that says whose it is (`holdings`; whether that is its own is not known here:
+rules/belonging.py) and then claims the place. Before anything is written or deleted it is looked once more whose the
+claim is, so that of two runs that start at the same moment one copies and the other is told.
 """
 
 import contextlib
+import json
 import os
 import zlib
 from collections.abc import Sequence
@@ -23,12 +30,16 @@ from megaspec.checkpoint.examine import chunk_length, examine, read_manifest
 from megaspec.checkpoint.files import rename_durably, sync_folder, write_failure
 from megaspec.checkpoint.format import MANIFEST, MANIFEST_LIMIT, StoredFile
 from megaspec.checkpoint.in_use import held_for_reading
-from megaspec.core.errors import CheckpointError, MegaspecError, WriteError
+from megaspec.core.bounded_json import MAX_BYTES, parse_json
+from megaspec.core.errors import CheckpointError, MegaspecError, WriteError, printable
 from megaspec.core.faults import failpoint
 from megaspec.core.remote_files import FIRST_WAIT_SECONDS, PART_BYTES, TRIES, RemoteFiles, last_name
 
 RUN_FILES = ("recipe.json", "target.json", "spec.json", "prediction.json", "metrics.jsonl")
 _RUN_FILE_LIMIT = 1 << 30
+SPEC = "spec.json"
+OWNER = "owner.json"
+_OWNER_LIMIT = 1 << 16
 _PROBE = ".megaspec-probe"
 PARTIAL = "manifest.partial"
 
@@ -49,24 +60,47 @@ class Found:
 class Identity:
     """What the manifest of a copy says of whose it is."""
 
-    step: int
+    step: int | None
+    """None: it is the run's own spec.json that says so."""
     spec: dict[str, Any]
     state: dict[str, Any]
     digest: str
 
 
+@dataclass(frozen=True)
+class Owner:
+    """The run that copies to a place, as it names itself there."""
+
+    name: str
+    run_dir: str
+    """Its folder, by which starts of one recipe are told apart that run at the same time."""
+    run: str
+    """Hash of what is the same as long as it goes on."""
+
+    def encoded(self) -> bytes:
+        """As it stands in OWNER."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def way_out_of_anothers(url: str, name: str) -> str:
+    """What to do where another run's copies are in the way of those of the run called `name`."""
+    return f"give each run a place of its own: checkpoint.copy_to={url}/{name}, or another URL"
+
+
 class Remote(RemoteFiles):
-    """Copies below a URL."""
+    """Copies below a URL. `owner`: the run whose they are; None for who only reads."""
 
     def __init__(
         self,
         url: str,
         *,
+        owner: Owner | None = None,
         name: str = "checkpoint.copy_to=",
         error: type[MegaspecError] = WriteError,
         wait_seconds: float = FIRST_WAIT_SECONDS,
     ):
         super().__init__(url, name=name, error=error, wait_seconds=wait_seconds)
+        self.owner = owner
 
     def check(self) -> None:
         """Writes, reads and deletes a few bytes. WriteError: what is copied there would not arrive."""
@@ -76,10 +110,34 @@ class Remote(RemoteFiles):
         self.put(path, b"megaspec")
         self.tried(lambda: self.forget(path), self.url)
 
+    def is_claimed(self) -> bool:
+        """Whether this run was the last to claim the place."""
+        assert self.owner is not None, "copies of nobody"
+        return self.has(f"{self.root}/{OWNER}", self.owner.encoded())
+
+    def claim(self) -> None:
+        """Says there that it is this run's place from now on."""
+        assert self.owner is not None, "copies of nobody"
+        self.tried(lambda: self.make_folder(self.root), self.url)
+        self.put(f"{self.root}/{OWNER}", self.owner.encoded())
+
+    def _refuse_anothers(self) -> None:
+        """WriteError: another run has claimed the place. What nobody has claimed is claimed."""
+        assert self.owner is not None, "copies of nobody"
+        claimed = self.read_if_there(f"{self.root}/{OWNER}", limit=_OWNER_LIMIT)
+        if claimed is None:
+            self.claim()
+        elif claimed != self.owner.encoded():
+            text = (
+                f"{self.name}{self.url}: another run{_name_in(claimed)} copies there; nothing of its copies is touched"
+            )
+            raise self.error(f"{text}; {way_out_of_anothers(self.url, self.owner.name)}")
+
     def upload(self, checkpoint: Path, step: int, *, run_dir: Path) -> int:
         """Copies a checkpoint that is whole, and the files of its run. -> bytes. It may lie outside `run_dir`.
 
-        WriteError: it could not be, after TRIES of a file. CheckpointError: it was deleted, or is damaged.
+        WriteError: it could not be, after TRIES of a file, or the place is another run's. CheckpointError: it was
+        deleted, or is damaged.
         """
         target = f"{self.root}/{folders.CHECKPOINTS}/{folders.step_name(step)}"
         with held_for_reading(checkpoint):
@@ -87,6 +145,7 @@ class Remote(RemoteFiles):
             data = (checkpoint / MANIFEST).read_bytes()
             if self.has(f"{target}/{MANIFEST}", data):
                 return 0
+            self._refuse_anothers()
             self.tried(lambda: self.make_folder(target), target)
             self.put(f"{target}/{PARTIAL}", data)
             self.tried(lambda: self.forget(f"{target}/{MANIFEST}"), target)
@@ -155,9 +214,35 @@ class Remote(RemoteFiles):
                 return Identity(step, manifest.spec, manifest.state, manifest.digest)
         return None
 
+    def holdings(self) -> list[Identity]:
+        """All there that says whose it is: copies, halves of them, and the spec.json of their run. What is damaged says
+        nothing."""
+        found = self.found()
+        holdings = identities(self, [*found.whole, *found.partial])
+        with contextlib.suppress(CheckpointError):
+            spec = self.run_spec()
+            if spec is not None:
+                holdings.append(Identity(None, spec, {}, ""))
+        return holdings
+
+    def run_spec(self) -> dict[str, Any] | None:
+        """The Spec of the run whose copies they are, as it was written; None where there is none. CheckpointError: its
+        file is damaged."""
+        data = self.read_if_there(f"{self.root}/{SPEC}", limit=MAX_BYTES)
+        if data is None:
+            return None
+        try:
+            spec = parse_json(data)
+        except ValueError as error:
+            raise CheckpointError(f"{self.url}/{SPEC} is damaged: {error}") from None
+        if not isinstance(spec, dict):
+            raise CheckpointError(f"{self.url}/{SPEC} is damaged: it holds no object")
+        return spec
+
     def remove(self, step: int) -> None:
         """Deletes a copy: its manifest first, so that no half of it is ever taken for one, and last what says whose the
-        half is, so that a later start finds it."""
+        half is, so that a later start finds it. WriteError: the place is another run's."""
+        self._refuse_anothers()
         target = f"{self.root}/{folders.CHECKPOINTS}/{folders.step_name(step)}"
         manifest = self.read_if_there(f"{target}/{MANIFEST}", limit=MANIFEST_LIMIT)
         if manifest is not None:
@@ -224,11 +309,16 @@ class Remote(RemoteFiles):
 
 
 def work(job: dict[str, Any]) -> Any:
-    """A job of the copier, in writer.py's process: check, copy, drop, list or look."""
-    remote = Remote(job["url"], wait_seconds=job["wait_seconds"])
+    """A job of the copier, in writer.py's process: check, claim, copy, drop, list or look."""
+    remote = Remote(job["url"], owner=Owner(**job["owner"]), wait_seconds=job["wait_seconds"])
     match job["do"]:
         case "check":
-            return remote.check()
+            remote.check()
+            if remote.is_claimed():
+                return []
+            return [asdict(one) for one in remote.holdings()]
+        case "claim":
+            return remote.claim()
         case "copy":
             return remote.upload(Path(job["path"]), job["step"], run_dir=Path(job["run_dir"]))
         case "drop":
@@ -236,11 +326,22 @@ def work(job: dict[str, Any]) -> Any:
         case "list":
             return asdict(remote.found())
         case "look":
-            return [asdict(one) for one in _identities(remote, job["steps"])]
+            return [asdict(one) for one in identities(remote, job["steps"])]
     raise AssertionError(f"do={job['do']!r} is no job of a copier")
 
 
-def _identities(remote: Remote, steps: Sequence[int]) -> list[Identity]:
+def _name_in(claim: bytes) -> str:
+    """`, NAME (RUN_DIR),` of the run that made a claim; "" where that can't be read."""
+    try:
+        claimed = parse_json(claim)
+    except ValueError:
+        return ""
+    if not isinstance(claimed, dict):
+        return ""
+    return printable(f", {claimed.get('name')} ({claimed.get('run_dir')}),")
+
+
+def identities(remote: Remote, steps: Sequence[int]) -> list[Identity]:
     """Of the copies of these steps. One whose manifest is damaged says nothing of whose it is, and stays."""
     found = []
     for step in steps:

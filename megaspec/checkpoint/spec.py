@@ -30,7 +30,8 @@ class CheckpointSpec(Frozen):
     into the run folder, or goes on from it where it is. None: there is no other place."""
     copy_to: str | None = Field(None, min_length=1)
     """URL to which each published checkpoint is copied, beside training, and read back: `s3://bucket/run`, or another
-    scheme of fsspec's. What is deleted in the run folder is deleted there. None: there are no copies."""
+    scheme of fsspec's. What is deleted in the run folder is deleted there. It is this run's alone; points of a sweep
+    copy to `URL/NAME`, each by its name. None: there are no copies."""
     last: Literal["training", "weights"] = "training"
     """What the checkpoint of the last step holds. weights: them alone, without optimizer state, in a fraction of the
     bytes; all before it are whole, so that an interrupted run goes on, a finished one can't be trained further."""

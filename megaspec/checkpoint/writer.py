@@ -7,7 +7,7 @@ Run as `python -P writer.py FD`; FD is one end of a stream socket to the rank. O
     write    {"do": "write", "folder", "save": {...}, "rank", "header", "bytes", "need"}   -> {"value": CRC-32s}
     publish  {"do": "publish", "folder", "save": {...}, "entries", "spec", "state"}        -> {"value": null}
     remove   {"do": "remove", "paths": [...]}                                              -> {"value": null}
-    check, copy, drop, list, look                           of a copier: remote.py         -> {"value"}
+    check, claim, copy, drop, list, look                    of a copier: remote.py         -> {"value"}
 
 What fails is answered with {"kind", "lines"}, see failures.py. It never touches a GPU and never loads torch. It dies
 with its rank: PR_SET_PDEATHSIG, and the end of the socket. It ignores requests to stop, which are the rank's to
@@ -68,7 +68,7 @@ class Writer:
             return {"kind": "other", "lines": [f"the writer of checkpoints failed: {type(error).__name__}: {error}"]}
 
     def _do(self, message: dict[str, Any]) -> Any:
-        if message["do"] in ("check", "copy", "drop", "list", "look"):
+        if message["do"] in ("check", "claim", "copy", "drop", "list", "look"):
             return importlib.import_module("megaspec.checkpoint.remote").work(message)
         if message["do"] == "remove":
             # what can't be removed now is removed before a later save

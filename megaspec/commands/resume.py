@@ -11,7 +11,16 @@ from typing import Any
 from megaspec.checkable import PartlyError
 from megaspec.checkpoint.fallback import tell_elsewhere
 from megaspec.commands.planned import refuse_jobs
-from megaspec.commands.starting import Prepared, lock_new, prepare_resume, refuse_no_address, refuse_tasks, start, warn
+from megaspec.commands.starting import (
+    Prepared,
+    lock_new,
+    prepare_resume,
+    refuse_no_address,
+    refuse_place_of_copies,
+    refuse_tasks,
+    start,
+    warn,
+)
 from megaspec.commands.supervised import SUPERVISE_HELP, supervise
 from megaspec.compose.compose import Composed, recompose
 from megaspec.compose.words import take
@@ -132,6 +141,7 @@ def _prepare_fork(
         refused=refused,
     )
     refuse_no_address(spec)
+    refuse_place_of_copies(spec, is_new=True)
     warn(spec, target)
     lock = lock_new(place, goes_on=False)
     assert lock is not None, "a new run without its lock"

@@ -13,6 +13,7 @@ from typing import Any
 from megaspec.checkpoint.fallback import adopt, file_elsewhere
 from megaspec.checkpoint.folders import CHECKPOINTS, remove_hidden
 from megaspec.checkpoint.lock import RunLock
+from megaspec.checkpoint.remote import Remote
 from megaspec.commands.layouts import LayoutOption, Taken, first_that_fits, layout_options
 from megaspec.compose.compose import Composed, recompose
 from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeError, WriteError, printable
@@ -42,6 +43,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.gather import gather_facts, planned_run_dir, with_digest
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import resume
+from megaspec.rules.belonging import owner_of, refuse_copies_of_another
 from megaspec.run_folder import (
     has_ended_well,
     is_run,
@@ -218,6 +220,7 @@ def prepare_new(
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
     refuse_no_address(spec)
+    refuse_place_of_copies(spec, is_new=True)
     warn(spec, target)
     companions = _companions_of_source(composed.recipe, spec)
     place = Path(spec.run_dir)
@@ -320,6 +323,7 @@ def prepare_resume(
             print(printable(f"{folder} is finished: all {done:,} steps are done; {more}"))
         else:
             refuse_no_address(spec)
+            refuse_place_of_copies(spec, is_new=False)
             warn(spec, target)
         if done and not is_finished:
             gone = [one.key for one in saved.gone]
@@ -342,6 +346,29 @@ def refuse_no_address(spec: Spec) -> None:
     start, with the variable, is to train in it."""
     if spec.log.webhook is not None:
         address_of(spec.log.webhook, os.environ)
+
+
+def refuse_place_of_copies(spec: Spec, *, is_new: bool) -> None:
+    """WriteError: another run's copies lie where this one is to copy its checkpoints to, or, where it `is_new`,
+    anyone's; or it can't be looked there. UsageError: a package is missing.
+
+    Asked before anything is written or a rank started. Whether it can be written there its ranks will see.
+    """
+    if spec.checkpoint.copy_to is None:
+        return
+    remote = Remote(spec.checkpoint.copy_to, owner=owner_of(spec))
+    if not is_new and remote.is_claimed():
+        return
+    found = remote.holdings()
+    refuse_copies_of_another(found, spec)
+    if is_new and found:
+        text = (
+            f"checkpoint.copy_to={remote.url} holds copies of a run of this recipe, which one that starts anew would "
+        )
+        text += (
+            f"overwrite; go on with that: megaspec checkpoint fetch {remote.url} --out RUN, then megaspec resume RUN; "
+        )
+        raise WriteError(f"{text}or name another URL")
 
 
 def warn(spec: Spec, target: Target) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaspec.checkpoint.format import LARGEST_NUMBER, Manifest, StoredTensor
-from megaspec.core.errors import printable
+from megaspec.checkpoint.remote import Identity, Owner, way_out_of_anothers
+from megaspec.core.errors import WriteError, printable
 from megaspec.core.problems import show
 from megaspec.precision.spec import Fp16Precision
 from megaspec.rules.difference import Change, differences, experiment_of
@@ -131,8 +132,7 @@ def objections(manifest: Manifest, run: Spec) -> list[str]:
         # It was looked at when it was copied, under the Spec of its own run.
         return []
     try:
-        # what computed it is free to change, and may be gone
-        saved = Spec.model_validate_json(json.dumps(without_gone(manifest.spec)))
+        saved = _as_read(manifest.spec)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, ("spec", *first["loc"])))
@@ -140,7 +140,7 @@ def objections(manifest: Manifest, run: Spec) -> list[str]:
     changes = _foreign(saved, run)
     if changes:
         text = (
-            f"{_whose(manifest, saved, run)}: {_listed(changes)}; put it back there, and start a run "
+            f"{_whose(manifest, saved, run)}: {in_words(changes)}; put it back there, and start a run "
             f"from it with megaspec resume {saved.run_dir} --fork NEW"
         )
         return [printable(text)]
@@ -150,6 +150,66 @@ def objections(manifest: Manifest, run: Spec) -> list[str]:
         return _misplaced(manifest, saved) or _no_last_weights(manifest, saved)
     # the generators last: they are counted by the saved Spec's world size
     return _misplaced(manifest, saved) or _wrong_generators(manifest.tensors, saved)
+
+
+def _as_read(saved: Mapping[str, Any]) -> Spec:
+    """A Spec as it was written, as this version reads it. ValidationError."""
+    # what computed it is free to change, and may be gone
+    return Spec.model_validate_json(json.dumps(without_gone(saved)))
+
+
+def owner_of(run: Spec) -> Owner:
+    """How a run names itself where its checkpoints are copied to."""
+    return Owner(run.name, run.run_dir, run_identity(run.model_dump(mode="json")))
+
+
+def refuse_copies_of_another(found: Sequence[Identity], run: Spec) -> None:
+    """WriteError: of what lies where a run copies its checkpoints to, something is another run's."""
+    url = run.checkpoint.copy_to
+    assert url is not None, "a run without copies"
+    url = url.rstrip("/")
+    written = run.model_dump(mode="json")
+    for copy in found:
+        changes = unlike(copy, written)
+        if not changes:
+            continue
+        what = "spec.json"
+        if copy.step is not None:
+            what = f"step {copy.step}"
+        whose = f"{_short(copy.spec.get('name'))} ({_short(copy.spec.get('run_dir'))})"
+        text = f"checkpoint.copy_to={url} holds copies of another run: {what} is of {whose}: {in_words(changes)}"
+        raise WriteError(printable(f"{text}; {way_out_of_anothers(url, run.name)}"))
+
+
+def unlike(copy: Identity, run: Mapping[str, Any]) -> list[Change]:
+    """In what a copy is not of a run; none where it is, or is the checkpoint with which the run began as a fork. `run`:
+    its Spec as it was written.
+
+    Two runs of one experiment are told apart by their names here, which stay when a run goes on: of checkpoints that
+    one place can't hold both, none may take the other's.
+    """
+    origin = run.get("forked_from")
+    if isinstance(origin, Mapping) and origin.get("manifest") == copy.digest:
+        return []
+    found = []
+    if copy.spec.get("name") != run.get("name"):
+        found.append(Change("name", copy.spec.get("name"), run.get("name"), False))
+    try:
+        saved = _as_read(copy.spec)
+        ours = _as_read(run)
+    except ValidationError:
+        # of another version: it says itself whether it is the same
+        before = run_identity(copy.spec)
+        now = run_identity(run)
+        if before != now:
+            found.append(Change("run", before, now, True))
+        return found
+    for change in _foreign(saved, ours):
+        # either may have been trained longer since the other was written
+        is_longer = change.key == "segments" and saved.segments[:1] == ours.segments[:1]
+        if not is_longer:
+            found.append(change)
+    return found
 
 
 def _whose(manifest: Manifest, saved: Spec, run: Spec) -> str:
@@ -165,8 +225,8 @@ def _whose(manifest: Manifest, saved: Spec, run: Spec) -> str:
     return text
 
 
-def _listed(changes: Sequence[Change]) -> str:
-    """`key=before (this run: now), ...`, at most MOST_KEYS of them."""
+def in_words(changes: Sequence[Change]) -> str:
+    """What differs, `key=before (this run: now), ...`, at most MOST_KEYS of them."""
     texts = [f"{change.key}={_short(change.was)} (this run: {_short(change.now)})" for change in changes[:MOST_KEYS]]
     text = ", ".join(texts)
     if len(changes) > MOST_KEYS:

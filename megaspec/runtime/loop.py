@@ -60,7 +60,9 @@ from megaspec.rules.belonging import (
     is_fork_point,
     last_of_weights,
     objections,
-    run_identity,
+    owner_of,
+    refuse_copies_of_another,
+    unlike,
 )
 from megaspec.runtime.build import TrainState
 from megaspec.runtime.checks import Checks, Suspicion, build_checks
@@ -334,7 +336,7 @@ class Run:
         )
         if spec.checkpoint.copy_to is not None and self.comm.rank == 0:
             tidying = Tidying(self._may_go_there, self._goes_there)
-            self.copier = Copier(spec.checkpoint.copy_to, self.run_dir, tidying=tidying)
+            self.copier = Copier(spec.checkpoint.copy_to, self.run_dir, owner=owner_of(spec), tidying=tidying)
 
     def start(self) -> None:
         """Goes on from the newest good checkpoint, or starts with the weights that `init` names, or from the seed.
@@ -419,9 +421,9 @@ class Run:
         return self._bring_home(partial(objections, run=self.built.spec))
 
     def _check_copies(self) -> None:
-        """Rank 0: WriteError where copies would not arrive."""
+        """Rank 0: WriteError where copies would not arrive, or would be among another run's."""
         if self.copier is not None:
-            self.copier.check()
+            self.copier.check(partial(refuse_copies_of_another, run=self.built.spec))
 
     def _bring_home(self, inspect: Inspect) -> Path | None:
         """Moves home what was saved in another place, and tells of it. -> the folder in which the newest stays, since
@@ -934,10 +936,7 @@ class Run:
     def _goes_there(self, copy: Identity, newest: int) -> bool:
         """Rank 0: whether a copy that may go does: it is this run's, and, where it is newer than what was copied last,
         has learned from data that is left out now."""
-        spec = self.built.spec
-        is_start_of_fork = isinstance(spec.forked_from, ForkPoint) and spec.forked_from.manifest == copy.digest
-        is_own = run_identity(copy.spec) == run_identity(spec.model_dump(mode="json"))
-        if not is_own and not is_start_of_fork:
+        if unlike(copy, self.built.spec.model_dump(mode="json")):
             return False
         if copy.step < newest:
             return True

@@ -106,12 +106,16 @@ class CheckedPoint:
         return [str(problem) for problem in self.problems]
 
     def point(self, number: int, *, count: int, name: str, folder: Path) -> Point:
-        """The point of a number from 1 to `count`, with a name and a folder of its own."""
+        """The point of a number from 1 to `count`, with a name, a folder and a place for copies of its own."""
         run_name = point_folder(number, count, self.overrides)
         recipe = None
         if self.recipe is not None:
             recipe = self.recipe.model_dump(mode="json")
             recipe |= {"name": f"{name}-{run_name.partition('-')[0]}", "run_dir": str(folder / run_name)}
+            copies = recipe["checkpoint"]
+            if copies["copy_to"] is not None:
+                # below what the words say, also where that is swept: another word may turn beside it
+                copies["copy_to"] = f"{copies['copy_to'].rstrip('/')}/{recipe['name']}"
         return Point(
             number=number,
             overrides=self.overrides,

@@ -10,12 +10,15 @@ import pytest
 from megaspec import cli
 from megaspec.checkpoint import remote as remote_module
 from megaspec.checkpoint.copier import Copier
-from megaspec.checkpoint.remote import Remote
+from megaspec.checkpoint.remote import OWNER, Owner, Remote
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
 from megaspec.core.errors import CheckpointError, UsageError, WriteError
 from tests.checkpoint.checkpoint_cases import CHUNK, SOLO, assert_holds, save
 from tests.checkpoint.s3 import SECRET, StandIn, environment, server
+
+OURS = Owner("case", "runs/case", "1" * 64)
+ANOTHERS = Owner("other", "runs/other", "2" * 64)
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -47,11 +50,15 @@ def store(moto, monkeypatch, request) -> Iterator[StandIn]:
 
 
 def remote_of(store: StandIn, **options: object) -> Remote:
-    return Remote(f"s3://{store.bucket}/run", wait_seconds=0.01, **options)
+    return Remote(f"s3://{store.bucket}/run", owner=OURS, wait_seconds=0.01, **options)
 
 
 def saved(run: Path, step: int = 1) -> Path:
     return save(Store(run, chunk_bytes=CHUNK), step)
+
+
+def nothing_is_refused(found) -> None:
+    assert found == []
 
 
 def assert_copied(store: StandIn, tmp_path: Path, step: int = 1) -> None:
@@ -107,7 +114,7 @@ def test_a_file_of_the_run_is_whole_there_whenever_the_copier_is_killed(tmp_path
     """In a folder, which has no uploads that are put in place at their end."""
     path = saved(tmp_path / "run")
     spec = tmp_path / "run" / "spec.json"
-    remote = Remote(f"file://{tmp_path}/copies")
+    remote = Remote(f"file://{tmp_path}/copies", owner=OURS)
     spec.write_text('{"before": 1}')
     remote.upload(path, 1, run_dir=tmp_path / "run")
     spec.write_text('{"after": 2}')
@@ -128,7 +135,51 @@ def test_a_file_of_the_run_is_whole_there_whenever_the_copier_is_killed(tmp_path
     assert (tmp_path / "copies" / "spec.json").read_text() == '{"before": 1}'
     remote.upload(later, 2, run_dir=tmp_path / "run")
     assert (tmp_path / "copies" / "spec.json").read_text() == '{"after": 2}'
-    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["checkpoints", "spec.json"]
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["checkpoints", OWNER, "spec.json"]
+
+
+def test_what_another_run_copied_is_neither_written_over_nor_deleted(store, tmp_path, capfd) -> None:
+    """Both started at the same moment: each had looked before the other had copied anything."""
+    first = remote_of(store)
+    first.claim()
+    second = Remote(first.url, owner=ANOTHERS, wait_seconds=0.01)
+    assert not second.is_claimed()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "spec.json").write_text('{"whose": "first"}')
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "spec.json").write_text('{"whose": "second"}')
+    first.upload(saved(tmp_path / "run", 1), 1, run_dir=tmp_path / "run")
+    there = {path: first.fs.cat_file(path) for path in first.fs.find(first.root)}
+    path = saved(tmp_path / "other", 1)
+    for act in (lambda: second.upload(path, 1, run_dir=tmp_path / "other"), lambda: second.remove(1)):
+        with pytest.raises(WriteError) as raised:
+            act()
+        text = f"checkpoint.copy_to={first.url}: another run, case (runs/case), copies there"
+        assert text in str(raised.value)
+        assert f"checkpoint.copy_to={first.url}/other, or another URL" in str(raised.value)
+    assert {path: first.fs.cat_file(path) for path in first.fs.find(first.root)} == there
+
+
+def test_a_place_is_claimed_when_nothing_is_said_against_it(tmp_path) -> None:
+    url = f"file://{tmp_path}/copies"
+    remote = Remote(url, owner=OURS)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "spec.json").write_text('{"whose": "first"}')
+    remote.upload(saved(tmp_path / "run", 1), 1, run_dir=tmp_path / "run")
+    copier = Copier(url, tmp_path / "other", owner=ANOTHERS, wait_seconds=0.01)
+    seen = []
+
+    def refuse(found) -> None:
+        seen.extend((one.step, one.spec) for one in found)
+        raise WriteError("no")
+
+    with pytest.raises(WriteError, match="no"):
+        copier.check(refuse)
+    assert seen == [(1, {"name": "case"}), (None, {"whose": "first"})]
+    assert remote.is_claimed()
+    copier.check(lambda found: None)
+    copier.close()
+    assert not remote.is_claimed()
 
 
 def interrupt() -> None:
@@ -225,9 +276,9 @@ def test_what_fails_before_training_is_told_without_a_secret(store, tmp_path, mo
         case "nobody there":
             monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
             said = "can't be reached"
-    copier = Copier(url, tmp_path, wait_seconds=0.01)
+    copier = Copier(url, tmp_path, owner=OURS, wait_seconds=0.01)
     with pytest.raises(WriteError) as raised:
-        copier.check()
+        copier.check(nothing_is_refused)
     copier.close()
     out, err = capfd.readouterr()
     assert raised.value.exit_code == 73
@@ -244,8 +295,8 @@ def test_a_scheme_that_nobody_knows(tmp_path) -> None:
 
 
 def test_the_copier_tells_a_failure_and_goes_on(store, tmp_path, capfd) -> None:
-    copier = Copier(f"file://{tmp_path}/copies", tmp_path / "run", wait_seconds=0.01)
-    copier.check()
+    copier = Copier(f"file://{tmp_path}/copies", tmp_path / "run", owner=OURS, wait_seconds=0.01)
+    copier.check(nothing_is_refused)
     first = saved(tmp_path / "run", 1)
     (tmp_path / "copies" / "checkpoints").write_text("a file is in the way")
     copier.copy(first, 1)
@@ -268,8 +319,8 @@ def test_the_copier_tells_a_failure_and_goes_on(store, tmp_path, capfd) -> None:
 
 
 def test_a_copier_that_is_killed_begins_anew(tmp_path) -> None:
-    copier = Copier(f"file://{tmp_path}/copies", tmp_path / "run", wait_seconds=0.01)
-    copier.check()
+    copier = Copier(f"file://{tmp_path}/copies", tmp_path / "run", owner=OURS, wait_seconds=0.01)
+    copier.check(nothing_is_refused)
     os.kill(copier._process.pid, 9)
     copier.copy(saved(tmp_path / "run", 1), 1)
     copier.finish()
@@ -281,7 +332,7 @@ class Slow(Copier):
     """Whose store takes a while, and which tells what was there whenever something came or went."""
 
     def __init__(self, folder: Path):
-        super().__init__(f"file://{folder}/copies", folder / "run", wait_seconds=0.01)
+        super().__init__(f"file://{folder}/copies", folder / "run", owner=OURS, wait_seconds=0.01)
         self.history: list[list[int]] = []
         self._remote = Remote(f"file://{folder}/copies")
 
@@ -304,7 +355,7 @@ def test_nothing_is_deleted_before_the_newer_one_is_there(tmp_path) -> None:
 
 
 def test_nothing_is_deleted_while_no_copy_arrives(tmp_path, capfd) -> None:
-    copier = Copier(f"file://{tmp_path}/copies", tmp_path / "run", wait_seconds=0.01)
+    copier = Copier(f"file://{tmp_path}/copies", tmp_path / "run", owner=OURS, wait_seconds=0.01)
     copier.copy(saved(tmp_path / "run", 1), 1)
     copier.finish()
     path = saved(tmp_path / "run", 2)
@@ -337,7 +388,7 @@ def test_a_newest_copy_that_has_to_go_gives_way_to_another(tmp_path) -> None:
 
 
 def test_a_damaged_checkpoint_that_is_not_copied_is_no_success(tmp_path, capfd) -> None:
-    copier = Copier(f"file://{tmp_path}/copies", tmp_path / "run", wait_seconds=0.01)
+    copier = Copier(f"file://{tmp_path}/copies", tmp_path / "run", owner=OURS, wait_seconds=0.01)
     path = saved(tmp_path / "run", 1)
     (path / "manifest.json").write_bytes(b"{")
     copier.copy(path, 1)
@@ -350,7 +401,7 @@ def test_what_was_saved_elsewhere_is_copied_with_the_files_of_its_run(tmp_path) 
     run = tmp_path / "run"
     run.mkdir()
     (run / "spec.json").write_text("{}")
-    copier = Copier(f"file://{tmp_path}/copies", run, wait_seconds=0.01)
+    copier = Copier(f"file://{tmp_path}/copies", run, owner=OURS, wait_seconds=0.01)
     copier.copy(saved(tmp_path / "other" / "run-1234", 1), 1)
     copier.finish()
     copier.close()

@@ -276,3 +276,58 @@ def test_another_runs_checkpoint_is_neither_written_from_nor_forked(megaspec, ca
         assert "it is a checkpoint of another run, runs/theirs: " in err
         assert "train.seed=2 (this run: 1)" in err
     assert (Path("runs/mine") / foreign).is_dir(), "looking moves nothing"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+SHORT = ("recipe=tiny", "train.steps=4", "train.eval_every=0", "train.sample=null", "checkpoint.every=2")
+
+
+def test_a_place_for_copies_is_one_runs(megaspec, capfd):
+    copies = Path("copies").resolve()
+    there = f"checkpoint.copy_to=file://{copies}"
+    assert megaspec("train", *SHORT, "name=first", there) == 0
+    before = contents(copies)
+    # another one, the same anew, and a fork with the recipe of the first
+    refused = {
+        "runs/second": ("train", *SHORT, "name=second", "train.seed=5", there),
+        "runs/first-2": ("train", *SHORT, "name=first", there),
+        "runs/child": ("resume", "runs/first", "--fork", "child", "optim.lr=1e-3", "train.steps=6"),
+    }
+    capfd.readouterr()
+    for run, words in refused.items():
+        assert megaspec(*words) == 73
+        said = capfd.readouterr().err
+        assert f"{there} holds copies of " in said
+        assert not Path(run).exists()
+    assert contents(copies) == before
+    assert megaspec(*refused["runs/child"], f"{there}/child") == 0
+    # the run is lost, and goes on from its copies
+    shutil.rmtree("runs/first")
+    assert megaspec("checkpoint", "fetch", f"file://{copies}", "--out", "runs/back") == 0
+    assert megaspec("resume", "runs/back", "train.steps=6") == 0
+    assert sorted(path.name for path in (copies / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_a_copy_is_not_brought_beside_the_spec_of_another_run(megaspec, capfd):
+    """As runs of an earlier version left them, which wrote over each other's."""
+    copies = Path("mixed").resolve()
+    for name, seed in (("left", 5), ("right", 6)):
+        words = (f"name={name}", f"train.seed={seed}", f"checkpoint.copy_to=file://{copies}/{name}")
+        assert megaspec("train", *SHORT, *words) == 0
+    left = copies / "left"
+    shutil.rmtree(left / "checkpoints" / "step-00000004")
+    shutil.copytree(copies / "right" / "checkpoints" / "step-00000004", left / "checkpoints" / "step-00000004")
+    capfd.readouterr()
+    assert megaspec("checkpoint", "fetch", f"file://{left}", "--out", "runs/mix") == 66
+    said = capfd.readouterr().err
+    assert f"step 4 of file://{left} is of right (runs/right), and file://{left}/spec.json of left: name=right" in said
+    assert not Path("runs/mix/checkpoints").exists()
+    # its own is brought
+    assert megaspec("checkpoint", "fetch", f"file://{left}", "--step", "2", "--out", "runs/mix") == 0
+    # and none beside the spec.json of a folder that is there
+    assert megaspec("checkpoint", "fetch", f"file://{copies}/right", "--out", "runs/mix") == 66
+    assert "runs/mix/spec.json of left" in capfd.readouterr().err
+    assert [path.name for path in Path("runs/mix/checkpoints").iterdir()] == ["step-00000002"]

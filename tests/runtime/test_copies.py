@@ -1,6 +1,8 @@
 """What a store keeps of a run's checkpoints, through starts that are killed: what the recipe keeps, and no more."""
 
+import json
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,16 +10,19 @@ from typing import Any
 import pytest
 
 from megaspec.checkpoint.comm import SoloComm
-from megaspec.checkpoint.remote import PARTIAL, REMOTE_FAULT_POINTS, Remote
+from megaspec.checkpoint.examine import read_manifest
+from megaspec.checkpoint.remote import OWNER, PARTIAL, REMOTE_FAULT_POINTS, Remote
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
-from megaspec.core.errors import Preempted
+from megaspec.core.errors import Preempted, WriteError
 from megaspec.launcher import stop
 from megaspec.log.jsonl import JsonlSink, losses_by_step
 from megaspec.log.sinks import METRICS
+from megaspec.rules.belonging import fork_point, owner_of, refuse_copies_of_another
 from megaspec.runtime import rank as runtime
 from megaspec.runtime.loop import Run
+from megaspec.spec import Spec
 from tests.runtime.lives import build_here, comm_of
 from tests.runtime.specs import spec
 
@@ -33,7 +38,9 @@ class Copies:
         self.url = f"file://{folder}/copies"
         self.remote = Remote(self.url)
 
-    def live(self, name: str, *, stop_after: int = 0, **changes: Any) -> None:
+    def live(
+        self, name: str, /, *, stop_after: int = 0, after_start: Callable[[], None] = lambda: None, **changes: Any
+    ) -> None:
         """One life, to its end or until so many steps are done. Each copy is waited for: what is read for one stays in
         the run folder until a later save."""
         checkpoint = {"every": 2, "keep": 1, "keep_every": 6, "copy_to": self.url} | changes.pop("checkpoint", {})
@@ -42,6 +49,7 @@ class Copies:
         run_dir = self.folder / name
         run = Run(build_here(made, 0), run_dir, Store(run_dir), comm_of(made, 0))
         run.start()
+        after_start()
         run_dir.mkdir(exist_ok=True)
         run.emit = JsonlSink(run_dir / METRICS, step=run.step)
         if run.copier is not None:
@@ -74,7 +82,33 @@ class Copies:
         """What a start copied of a run before it was killed."""
         run_dir = self.folder / name
         path = run_dir / "checkpoints" / f"step-{step:08d}"
-        self.remote.upload(path, step, run_dir=run_dir)
+        self._as_its_own(name, step, lambda remote: remote.upload(path, step, run_dir=run_dir))
+
+    def remove(self, name: str, step: int) -> None:
+        """What a start deleted of a run's copies before it was killed."""
+        self._as_its_own(name, step, lambda remote: remote.remove(step))
+
+    def _as_its_own(self, name: str, step: int, act: Callable[[Remote], object]) -> None:
+        """What a run does there, by a version that knew of no claims. The one that is there stays."""
+        manifest = read_manifest(self.folder / name / "checkpoints" / f"step-{step:08d}", step)
+        claim = self.folder / "copies" / OWNER
+        before = claim.read_bytes() if claim.exists() else None
+        remote = Remote(self.url, owner=owner_of(Spec.model_validate_json(json.dumps(manifest.spec))))
+        remote.claim()
+        try:
+            act(remote)
+        finally:
+            claim.unlink()
+            if before is not None:
+                claim.write_bytes(before)
+
+    def contents(self) -> dict[str, bytes]:
+        """Every file that is there."""
+        files = {}
+        for path in sorted((self.folder / "copies").rglob("*")):
+            if path.is_file():
+                files[str(path)] = path.read_bytes()
+        return files
 
 
 @pytest.fixture
@@ -109,14 +143,71 @@ def test_what_a_killed_start_had_not_deleted_goes_with_the_next(store, capfd) ->
 
 
 def test_what_is_newer_or_of_another_run_stays(store, capfd) -> None:
-    """Newer: the run folder was put back from a backup. Of another run: two recipes name one place."""
+    """Newer: the run folder was put back from a backup. Of another run: they came there while this one was training."""
     an_earlier_start(store)
     store.copy("every", 12)
     store.live("other", checkpoint=EVERY | {"every": 3}, **{"train.seed": 7})
-    store.copy("other", 3)
-    store.copy("other", 9)
-    store.live("run", stop_after=1)
+
+    def copy_others() -> None:
+        store.copy("other", 3)
+        store.copy("other", 9)
+
+    store.live("run", stop_after=1, after_start=copy_others)
     assert store.remote.steps() == [3, 6, 9, 11, 12]
+
+
+@pytest.mark.parametrize("claim", ["claimed", "by an earlier version"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train.seed": 7}, "train.seed=1234 (this run: 7)"),
+        # to the bit the same weights: two runs all the same
+        ({"name": "second"}, "name=tiny (this run: second)"),
+    ],
+    ids=["another experiment", "another name"],
+)
+def test_a_run_is_not_started_where_another_has_its_copies(store, changes, said, claim) -> None:
+    store.live("run", stop_after=4)
+    if claim != "claimed":
+        (store.folder / "copies" / OWNER).unlink()
+    before = store.contents()
+    with pytest.raises(WriteError) as raised:
+        store.live("other", **changes)
+    text = str(raised.value)
+    assert f"checkpoint.copy_to={store.url} holds copies of another run: step 4 is of tiny (run): " in text
+    assert said in text
+    assert f"checkpoint.copy_to={store.url}/{changes.get('name', 'tiny')}, or another URL" in text
+    assert store.contents() == before
+    assert not (store.folder / "other" / "checkpoints").exists()
+    # whose they are goes on
+    store.live("run", checkpoint={"keep": 3})
+    assert store.remote.steps()[-1] == 12
+
+
+def test_a_fork_copies_to_a_place_of_its_own(store) -> None:
+    """With the checkpoint that it began with, which is the other run's as well."""
+    (store.folder / "run").mkdir()
+    (store.folder / "run" / "spec.json").write_text(spec().model_dump_json())
+    store.live("run", stop_after=4)
+    path = store.folder / "run" / "checkpoints" / "step-00000004"
+    began = fork_point(read_manifest(path, 4))
+    forked = {"train.seed": 7}
+    made = spec({"train.steps": 12} | forked).model_copy(update={"forked_from": began})
+    refuse = partial(refuse_copies_of_another, run=copying_to(made, store.url))
+    with pytest.raises(WriteError, match=r"spec\.json is of tiny"):
+        # its only copy is the one that the fork begins with
+        refuse(store.remote.holdings())
+    place = Remote(f"{store.url}/fork", owner=owner_of(made))
+    run_dir = store.folder / "fork"
+    run_dir.mkdir()
+    (run_dir / "spec.json").write_text(made.model_dump_json())
+    place.upload(path, 4, run_dir=run_dir)
+    assert [one.step for one in place.holdings()] == [4, None]
+    refuse(place.holdings())
+
+
+def copying_to(made: Spec, url: str) -> Spec:
+    return made.model_copy(update={"checkpoint": made.checkpoint.model_copy(update={"copy_to": url})})
 
 
 def test_the_best_stay_there_as_here(store) -> None:
@@ -155,21 +246,21 @@ def test_a_half_is_told_from_anothers_and_goes(store, point) -> None:
     def die() -> None:
         raise KeyboardInterrupt
 
-    for name, step in (("every", 4), ("other", 9)):
-        faults.disarm()
-        if "delete" in point:
-            store.copy(name, step)
-        else:
-            store.remote.remove(step)
-        faults.arm(point, die)
-        act = partial(store.remote.remove, step) if "delete" in point else partial(store.copy, name, step)
-        with pytest.raises(KeyboardInterrupt):
-            act()
-    faults.disarm()
-    halves = store.remote.found().partial
-    assert halves == ([] if point == "before_remote_delete" else [4, 9])
-    assert (store.folder / "copies" / "checkpoints" / "step-00000009" / PARTIAL).exists()
-    store.live("run")
+    def leave_halves() -> None:
+        for name, step in (("every", 4), ("other", 9)):
+            before, killed = store.remove, store.copy
+            if "delete" in point:
+                before, killed = store.copy, store.remove
+            before(name, step)
+            faults.arm(point, die)
+            with pytest.raises(KeyboardInterrupt):
+                killed(name, step)
+            faults.disarm()
+        halves = store.remote.found().partial
+        assert halves == ([] if point == "before_remote_delete" else [4, 9])
+        assert (store.folder / "copies" / "checkpoints" / "step-00000009" / PARTIAL).exists()
+
+    store.live("run", after_start=leave_halves)
     left = sorted(path.name for path in (store.folder / "copies" / "checkpoints").iterdir())
     assert left == ["step-00000006", "step-00000009", "step-00000012"]
 

@@ -65,8 +65,21 @@ PLANTED = {
         without_room,
     ),
     "a copy of another run is deleted": (
-        Patch(LOOP, "if not is_own and not is_start_of_fork:", "if not is_own and is_start_of_fork:"),
+        Patch(LOOP, "        if unlike(copy, self", "        if not unlike(copy, self"),
         copies(test_copies.test_what_is_newer_or_of_another_run_stays, Silent()),
+    ),
+    "a run starts among copies of another": (
+        Patch(
+            LOOP,
+            "self.copier.check(partial(refuse_copies_of_another, run=self.built.spec))",
+            "self.copier.check(print)",
+        ),
+        copies(
+            test_copies.test_a_run_is_not_started_where_another_has_its_copies,
+            {"train.seed": 7},
+            "train.seed=1234 (this run: 7)",
+            "claimed",
+        ),
     ),
     "only what is here is kept there": (
         Patch(LOOP, "stay = here | kept({*there.whole, *here}, checkpoint, self.losses)", "stay = here"),

@@ -113,6 +113,21 @@ def test_a_killed_sweep_goes_on(capsys):
     assert len(starts_of(Path("sweeps/s", points()[1].folder))) == 2
 
 
+def test_points_copy_to_places_of_their_own():
+    there = Path("copies").resolve()
+    words = ("optim.lr=1e-3,3e-3", "train.steps=2", f"checkpoint.copy_to=file://{there}/")
+    finish(*words)
+    assert sorted(path.name for path in there.iterdir()) == ["s-01", "s-02"]
+    for point in points().values():
+        copies = there / point.recipe["name"]
+        saved = json.loads((copies / "spec.json").read_text())
+        assert saved["run_dir"] == f"sweeps/s/{point.folder}"
+        assert saved["checkpoint"]["copy_to"] == f"file://{copies}"
+        assert (copies / "checkpoints" / "step-00000002" / "manifest.json").exists()
+    # the same command again goes on with them
+    finish(*words)
+
+
 @pytest.mark.slow
 def test_twelve_points_are_killed_and_stopped():
     words = ("optim.lr=1e-4,3e-4,1e-3,3e-3", "data.seed=1,2,3", "train.steps=300", "checkpoint.every=50")
