@@ -73,6 +73,7 @@ from megaspec.rules.belonging import (
     objections,
     other_place,
 )
+from megaspec.rules.checkpoint_rules import APART, inside_the_run, is_inside
 from megaspec.spec import Spec
 from megaspec_kernels.gone import GoneKernel, gone_kernels, without_gone
 
@@ -185,6 +186,29 @@ def make_folder(folder: Path) -> None:
                 what = f"holds a finished run; megaspec resume {folder} train.steps=N trains it to step N"
         text = f"run_dir={folder} {what}; choose another run_dir or name"
         raise RecipeError([Problem("run_dir", text, code="run-exists")])
+
+
+def refuse_place_in_a_run(name: str, value: str, place: Path, run_dir: Path) -> None:
+    """RecipeError: checkpoints would be saved or copied, by `checkpoint.name=value`, into the folder of this run, or
+    into that of another. `place`: the folder that is meant. Links are followed."""
+    place = Path(os.path.realpath(place))
+    own = os.path.realpath(run_dir)
+    key = f"checkpoint.{name}"
+    if is_inside(str(place), own):
+        raise RecipeError([Problem(key, inside_the_run(name, value, str(run_dir)), code=APART)])
+    below = None
+    for folder in (place, *place.parents):
+        # where copies are there is a spec.json, too, but nobody locks it; other runs' may lie beside its checkpoints
+        is_in_checkpoints = is_run(folder) and below is not None and below.name == CHECKPOINTS
+        if is_in_checkpoints or _is_locked_run(folder):
+            text = f"{key}={value} is in {folder}, the folder of another run; set it to one outside of all runs, or "
+            raise RecipeError([Problem(key, f"{text}drop it", code=APART)])
+        below = folder
+
+
+def _is_locked_run(folder: Path) -> bool:
+    """Whether a run was started in a folder."""
+    return is_run(folder) and os.path.lexists(folder / LOCK_FOLDER)
 
 
 def write_run(folder: Path, recipe: Recipe, target: Target, spec: Spec) -> None:

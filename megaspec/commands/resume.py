@@ -16,7 +16,7 @@ from megaspec.commands.starting import (
     lock_new,
     prepare_resume,
     refuse_no_address,
-    refuse_place_of_copies,
+    refuse_other_places,
     refuse_tasks,
     start,
     warn,
@@ -141,7 +141,7 @@ def _prepare_fork(
         refused=refused,
     )
     refuse_no_address(spec)
-    refuse_place_of_copies(spec, is_new=True)
+    refuse_other_places(spec, is_new=True)
     warn(spec, target)
     lock = lock_new(place, goes_on=False)
     assert lock is not None, "a new run without its lock"

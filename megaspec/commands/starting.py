@@ -56,6 +56,7 @@ from megaspec.run_folder import (
     refuse_last_of_weights,
     refuse_links,
     refuse_lost_fork,
+    refuse_place_in_a_run,
     refuse_weights_alone,
     saved_in_words,
     write_run,
@@ -220,7 +221,7 @@ def prepare_new(
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
     refuse_no_address(spec)
-    refuse_place_of_copies(spec, is_new=True)
+    refuse_other_places(spec, is_new=True)
     warn(spec, target)
     companions = _companions_of_source(composed.recipe, spec)
     place = Path(spec.run_dir)
@@ -323,7 +324,7 @@ def prepare_resume(
             print(printable(f"{folder} is finished: all {done:,} steps are done; {more}"))
         else:
             refuse_no_address(spec)
-            refuse_place_of_copies(spec, is_new=False)
+            refuse_other_places(spec, is_new=False)
             warn(spec, target)
         if done and not is_finished:
             gone = [one.key for one in saved.gone]
@@ -348,15 +349,23 @@ def refuse_no_address(spec: Spec) -> None:
         address_of(spec.log.webhook, os.environ)
 
 
-def refuse_place_of_copies(spec: Spec, *, is_new: bool) -> None:
-    """WriteError: another run's copies lie where this one is to copy its checkpoints to, or, where it `is_new`,
-    anyone's; or it can't be looked there. UsageError: a package is missing.
+def refuse_other_places(spec: Spec, *, is_new: bool) -> None:
+    """Refuses places beside the run's folder before anything is written there or a rank started; whether they can be
+    written its ranks will see.
 
-    Asked before anything is written or a rank started. Whether it can be written there its ranks will see.
+    RecipeError: one is in the folder of a run. WriteError: another run's copies lie where this one is to copy its
+    checkpoints to, or, where it `is_new`, anyone's; or it can't be looked there. UsageError: a package is missing.
     """
-    if spec.checkpoint.copy_to is None:
+    checkpoint = spec.checkpoint
+    run_dir = Path(spec.run_dir)
+    if checkpoint.fallback_dir is not None:
+        place = Path(checkpoint.fallback_dir)
+        refuse_place_in_a_run("fallback_dir", checkpoint.fallback_dir, place, run_dir)
+    if checkpoint.copy_to is None:
         return
-    remote = Remote(spec.checkpoint.copy_to, owner=owner_of(spec))
+    remote = Remote(checkpoint.copy_to, owner=owner_of(spec))
+    if remote.is_local():
+        refuse_place_in_a_run("copy_to", checkpoint.copy_to, Path(remote.root), run_dir)
     if not is_new and remote.is_claimed():
         return
     found = remote.holdings()

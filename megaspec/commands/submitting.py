@@ -207,7 +207,8 @@ def facts_for(recipe: Recipe, launcher: ClusterLauncher, *, goes_on: bool) -> Fa
     if launcher.kind == "kubernetes":
         for problem in facts.problems:
             print(printable(f"not seen from here, the pods look again: {problem}"), file=sys.stderr)
-        facts = replace(facts, problems=())
+        # nor where they begin
+        facts = replace(facts, problems=(), started_in="")
     return facts
 
 

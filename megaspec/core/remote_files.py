@@ -42,6 +42,15 @@ def wrong_in_url(url: str, *, example: str) -> str:
     return ""
 
 
+def local_path(url: str) -> str | None:
+    """The path of a URL that names a place on a file system of this machine, as it is written there; None: it names
+    another."""
+    scheme, found, place = url.partition("://")
+    if not found or scheme not in ("file", "local"):
+        return None
+    return place
+
+
 class RemoteFiles:
     """What lies below a URL. UsageError: the package for its scheme is not installed.
 
@@ -145,17 +154,17 @@ class RemoteFiles:
     def make_folder(self, path: str) -> None:
         """Makes a folder where there are folders. Not tried again."""
         # a store has no folders; making a bucket is its owner's affair
-        if self._is_local():
+        if self.is_local():
             self.fs.makedirs(path, exist_ok=True)
 
-    def _is_local(self) -> bool:
+    def is_local(self) -> bool:
         """Whether it is no store but a file system of this machine."""
         return "file" in self.fs.protocol or "local" in self.fs.protocol
 
     def _replace(self, there: str, write: Callable[[str], object]) -> None:
         """Writes a file that whoever reads sees whole, the former or this one, also where the writer is killed: a store
         puts it in place at its end, a file system is told to."""
-        if not self._is_local():
+        if not self.is_local():
             write(there)
             return
         # a later write takes the place of what a kill leaves

@@ -1,6 +1,7 @@
 """Facts from disk: manifests of the data, which run folders exist, and the weights to begin with. Torch-free."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,6 +50,7 @@ def gather_facts(recipe: Recipe, known: Sequence[RemoteData] = ()) -> Facts:
         # a tokenizer may be known beside documents that can't be read
         return Facts(
             run_dir=run_dir,
+            started_in=os.getcwd(),
             vocab_size=data.vocab_size,
             valid_sets=sets,
             weights=weights,
@@ -57,6 +59,7 @@ def gather_facts(recipe: Recipe, known: Sequence[RemoteData] = ()) -> Facts:
         )
     return Facts(
         run_dir=run_dir,
+        started_in=os.getcwd(),
         vocab_size=data.vocab_size,
         train_tokens=data.tokens["train"],
         train_samples=data.samples["train"],

@@ -1,10 +1,15 @@
 """Rules about when checkpoints are saved, and which of them stay."""
 
+import os
+
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
-from megaspec.core.remote_files import wrong_in_url
+from megaspec.core.remote_files import local_path, wrong_in_url
 from megaspec.data.spec import evaluation_sets
 from megaspec.rules.case import Case
+
+APART = "folder-apart"
+"""Code of the rule that a run's other places lie outside its folder, also where only the disk tells."""
 
 
 def keeping_all_leaves_nothing_to_choose(case: Case) -> Problem | None:
@@ -88,3 +93,35 @@ def no_secret_in_a_url(case: Case) -> Problem | None:
     if not wrong:
         return None
     return Problem("checkpoint.copy_to", f"checkpoint.copy_to={wrong}")
+
+
+def other_places_are_outside_the_run(case: Case) -> Problem | None:
+    """What is saved or copied elsewhere lies outside the run's own folder."""
+    spec = case.recipe.checkpoint
+    places = {"fallback_dir": spec.fallback_dir}
+    if spec.copy_to is not None:
+        places["copy_to"] = local_path(spec.copy_to)
+    run_dir = _absolute(case.recipe.run_dir, case)
+    for name, place in places.items():
+        if place is not None and is_inside(_absolute(place, case), run_dir):
+            value = getattr(spec, name)
+            return Problem(f"checkpoint.{name}", inside_the_run(name, value, case.recipe.run_dir))
+    return None
+
+
+def _absolute(path: str, case: Case) -> str:
+    """A path without `..`, as far as no file is looked at; relative where nobody knows the folder of the start."""
+    return os.path.normpath(os.path.join(case.facts.started_in, path))
+
+
+def is_inside(path: str, folder: str) -> bool:
+    """Whether a path is a folder, or below it. Both absolute, or both relative; of one each nothing is known."""
+    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
+
+
+def inside_the_run(name: str, value: str, run_dir: str) -> str:
+    """What is wrong with a place inside the run's own folder."""
+    text = (
+        f"checkpoint.{name}={value} is in run_dir={run_dir}, the run's own folder: what is lost with that is lost there"
+    )
+    return f"{text}, too; set it to a folder outside, or drop it"

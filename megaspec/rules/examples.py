@@ -805,6 +805,11 @@ _CHECKPOINT = {
     "fallback-retries": Example(
         ("checkpoint.fallback_dir=/scratch", "checkpoint.retries=0"), ("checkpoint.retries=1",), "checkpoint.retries"
     ),
+    "folder-apart": Example(
+        ("run_dir=/runs/mine", "checkpoint.copy_to='file:///runs/mine/copies'"),
+        ("checkpoint.copy_to='file:///copies/mine'",),
+        "checkpoint.copy_to",
+    ),
 }
 _CLUSTER = ("launcher.hardware=cpu", "launcher.ranks_per_node=2")
 _SLURM = ("launcher=slurm", *_CLUSTER)

@@ -57,6 +57,8 @@ class Facts:
 
     run_dir: str
     """A folder for the run that is free, for run_dir=auto."""
+    started_in: str = ""
+    """The folder from which relative paths are meant; "" where nobody knows it."""
     vocab_size: int | None = None
     """Of the data's tokenizer; None where the data does not say or is not there."""
     train_tokens: int | None = None

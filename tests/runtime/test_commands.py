@@ -331,3 +331,42 @@ def test_a_copy_is_not_brought_beside_the_spec_of_another_run(megaspec, capfd):
     assert megaspec("checkpoint", "fetch", f"file://{copies}/right", "--out", "runs/mix") == 66
     assert "runs/mix/spec.json of left" in capfd.readouterr().err
     assert [path.name for path in Path("runs/mix/checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("key", ["copy_to", "fallback_dir"])
+def test_nothing_is_saved_or_copied_into_the_folder_of_a_run(key, megaspec, capfd):
+    here = Path().resolve()
+    prefix = "file://" if key == "copy_to" else ""
+    one = f"one-{key}"
+    assert megaspec("train", *SHORT, f"name={one}") == 0
+    before = contents(Path("runs", one))
+    link = here / f"link-{key}"
+    link.symlink_to(here / "runs")
+    own = f"is in run_dir=runs/mine-{key}, the run's own folder"
+    another = f"is in {here}/runs/{one}, the folder of another run"
+    places = {
+        here / f"runs/mine-{key}": own,
+        here / f"runs/other/../mine-{key}/checkpoints/copies": own,
+        # what only the disk tells
+        link / f"mine-{key}/copies": own,
+        here / "runs" / one: another,
+        here / "runs" / one / "checkpoints": another,
+        link / one / "checkpoints" / "step-00000004": another,
+    }
+    capfd.readouterr()
+    for place, said in places.items():
+        word = f"checkpoint.{key}={prefix}{place}"
+        assert megaspec("train", *SHORT, f"name=mine-{key}", word) == 64
+        assert f"{word} {said}" in capfd.readouterr().err
+        assert not Path(f"runs/mine-{key}").exists()
+    assert contents(Path("runs", one)) == before
+    # what the paths alone tell is told by a plan
+    word = f"checkpoint.{key}={prefix}{here}/runs/mine-{key}/copies"
+    assert megaspec("plan", *SHORT, f"name=mine-{key}", word) == 64
+    assert own in capfd.readouterr().err
+    assert megaspec("resume", f"runs/{one}", "train.steps=6", f"checkpoint.{key}={prefix}{here}/runs/{one}/x") == 64
+    assert f"is in run_dir=runs/{one}, the run's own folder" in capfd.readouterr().err
+    # beside a run, and below where another one copies to
+    assert megaspec("train", *SHORT, f"name=mine-{key}", f"checkpoint.{key}={prefix}{here}/runs/beside-{key}") == 0
+    if key == "copy_to":
+        assert megaspec("train", *SHORT, "name=next", f"checkpoint.{key}={prefix}{here}/runs/beside-{key}/next") == 0
