@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,6 +52,23 @@ def local_path(url: str) -> str | None:
     return place
 
 
+def unknown_scheme(url: str) -> str:
+    """What is wrong with the scheme of a URL, to be said behind `path=URL`: fsspec knows none of that name; "" where
+    nothing is, or fsspec is not here to ask. Whether the package for it is installed is not looked at."""
+    try:
+        from fsspec.registry import known_implementations, registry
+    except ImportError:
+        return ""
+    known = {*known_implementations, *registry}
+    names, _, _ = url.partition("://")
+    # one through another: simplecache::s3
+    for scheme in names.split("::"):
+        if scheme not in known:
+            near = get_close_matches(scheme, known, n=1) or ["s3"]
+            return f"{scheme}:// is no scheme that fsspec knows; try {near[0]}://"
+    return ""
+
+
 class RemoteFiles:
     """What lies below a URL. UsageError: the package for its scheme is not installed.
 
@@ -78,15 +96,15 @@ class RemoteFiles:
         try:
             import fsspec
         except ImportError:
-            raise UsageError(f"{self.shown}: needs the package fsspec; pip install 'megaspec[s3]'") from None
+            raise UsageError(f"{self.name}{self.shown}: needs the package fsspec; pip install 'megaspec[s3]'") from None
         try:
             # listings change beneath us: other runs, and the copier of this one
             self.fs, self.root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             scheme, _, _ = url.partition("://")
             raise UsageError(
-                f"{self.shown}: {scheme}:// needs a package that is not installed, or is no scheme that fsspec knows "
-                f"({type(error).__name__}); for s3:// pip install 'megaspec[s3]'"
+                f"{self.name}{self.shown}: {scheme}:// needs a package that is not installed, or is no scheme that "
+                f"fsspec knows ({type(error).__name__}); for s3:// pip install 'megaspec[s3]'"
             ) from None
         self.root = self.root.rstrip("/")
 

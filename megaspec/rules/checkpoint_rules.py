@@ -4,7 +4,7 @@ import os
 
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
-from megaspec.core.remote_files import local_path, wrong_in_url
+from megaspec.core.remote_files import local_path, unknown_scheme, wrong_in_url
 from megaspec.data.spec import evaluation_sets
 from megaspec.rules.case import Case
 
@@ -93,6 +93,18 @@ def no_secret_in_a_url(case: Case) -> Problem | None:
     if not wrong:
         return None
     return Problem("checkpoint.copy_to", f"checkpoint.copy_to={wrong}")
+
+
+def copies_go_where_fsspec_reaches(case: Case) -> Problem | None:
+    """The URL of copies has a scheme that fsspec knows."""
+    url = case.recipe.checkpoint.copy_to
+    # what is no URL is told by itself
+    if url is None or wrong_in_url(url, example=""):
+        return None
+    wrong = unknown_scheme(url)
+    if not wrong:
+        return None
+    return Problem("checkpoint.copy_to", f"checkpoint.copy_to={url}: {wrong}")
 
 
 def other_places_are_outside_the_run(case: Case) -> Problem | None:

@@ -802,6 +802,9 @@ _CHECKPOINT = {
         ("checkpoint.copy_to='s3://bucket/run'",),
         "checkpoint.copy_to",
     ),
+    "copy-scheme": Example(
+        ("checkpoint.copy_to='foo://bucket/run'",), ("checkpoint.copy_to='s3://bucket/run'",), "checkpoint.copy_to"
+    ),
     "fallback-retries": Example(
         ("checkpoint.fallback_dir=/scratch", "checkpoint.retries=0"), ("checkpoint.retries=1",), "checkpoint.retries"
     ),

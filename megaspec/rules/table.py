@@ -250,6 +250,7 @@ RULES: dict[str, Rule] = {
     "keep-best": checkpoint_rules.best_checkpoints_are_evaluated,
     "keep-best-by": checkpoint_rules.best_is_by_a_set_that_is_there,
     "copy-url": checkpoint_rules.no_secret_in_a_url,
+    "copy-scheme": checkpoint_rules.copies_go_where_fsspec_reaches,
     "fallback-retries": checkpoint_rules.another_place_is_tried,
     checkpoint_rules.APART: checkpoint_rules.other_places_are_outside_the_run,
 }

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -370,3 +371,18 @@ def test_nothing_is_saved_or_copied_into_the_folder_of_a_run(key, megaspec, capf
     assert megaspec("train", *SHORT, f"name=mine-{key}", f"checkpoint.{key}={prefix}{here}/runs/beside-{key}") == 0
     if key == "copy_to":
         assert megaspec("train", *SHORT, "name=next", f"checkpoint.{key}={prefix}{here}/runs/beside-{key}/next") == 0
+
+
+def test_a_place_for_copies_that_nothing_reaches_is_told_before_a_rank_starts(megaspec, monkeypatch, capfd):
+    monkeypatch.setattr(starting, "launch", None)
+    word = "checkpoint.copy_to=foo://bucket/run"
+    for command in ("plan", "train"):
+        assert megaspec(command, *SHORT, "name=far", word) == 64
+        assert f"{word}: foo:// is no scheme that fsspec knows; try s3://" in capfd.readouterr().err
+    # known, and its package is not there; a plan may be made where the run is not
+    word = "checkpoint.copy_to=gs://bucket/run"
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    assert megaspec("plan", *SHORT, "name=far", word) == 0
+    assert megaspec("train", *SHORT, "name=far", word) == 64
+    assert f"{word}: gs:// needs a package that is not installed" in capfd.readouterr().err
+    assert not Path("runs/far").exists()
