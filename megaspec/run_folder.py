@@ -109,6 +109,9 @@ _MOST_NEAR = 3
 
 def is_run(folder: Path) -> bool:
     """True for a folder in which a run was made. Whether its files are what they should be is for `read_run` to say."""
+    # room that is kept in a run's folder is called as the files that will be written over it
+    if folder.name == ROOM:
+        return False
     return os.path.lexists(folder / SPEC) and not os.path.lexists(folder / FORKING)
 
 
@@ -248,7 +251,7 @@ def _says(folder: Path, name: str, text: bytes) -> bool:
 
 def _where_a_run_is(folder: Path) -> str:
     """What to give in place of a folder that holds no run: one near it, where there is one."""
-    inside = sorted(path.parent for path in folder.glob(f"*/{SPEC}"))
+    inside = sorted(path.parent for path in folder.glob(f"*/{SPEC}") if is_run(path.parent))
     if inside:
         return f"give one of the runs in it: {one_of(inside[:_MOST_NEAR])}"
     near = [Path("runs", folder.name), *folder.parents]

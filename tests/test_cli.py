@@ -430,3 +430,22 @@ def test_programs_read_errors_as_they_read_answers(words, code, exit_code, capsy
     assert set(problem) == {"code", "key", "message", "origin"}
     assert problem["code"] == code
     assert problem["message"] in said.err
+
+
+@pytest.mark.parametrize("words", [["resume"], ["report"]])
+def test_room_that_is_kept_for_a_runs_files_is_no_run(words, tmp_path, monkeypatch, capsys):
+    """A run's folder that has lost its spec.json, and one with runs in it."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/x5/.room", "many/.room", "many/mine", "whole", "whole/.room"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "spec.json").write_bytes(b"\0")
+    hints = {
+        "runs/x5": "give the folder that `megaspec train` named",
+        "many": "give one of the runs in it: many/mine",
+        "whole/.room": "did you mean whole?",
+    }
+    for folder, hint in hints.items():
+        assert main([*words, folder]) == 64
+        err = capsys.readouterr().err
+        assert f"{folder} holds no run (no spec.json); {hint}" in err
+        assert ".room" not in err.replace(f"{folder} holds", "")

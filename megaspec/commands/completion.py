@@ -272,7 +272,8 @@ def _folders(current: str, mark: str) -> Iterator[str]:
         with suppress(OSError):  # there is none, or it can't be read
             names = [child.name for child in Path(parent).iterdir() if (child / mark).is_file()]
             for name in names:
-                if name.split() == [name]:  # a word with a blank would be two
+                # a word with a blank would be two; what is hidden is kept in a run's folder, and none
+                if name.split() == [name] and not name.startswith("."):
                     yield f"{parent}/{name}"
 
 

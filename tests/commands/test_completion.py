@@ -109,6 +109,7 @@ def made(tmp_path, monkeypatch):
     for file in (
         "runs/hello/spec.json",
         "runs/hello-2/spec.json",
+        "runs/hello/.room/spec.json",
         "runs/made/recipe.json",
         "runs/two words/spec.json",
         "far/hello/spec.json",
@@ -128,6 +129,7 @@ def made(tmp_path, monkeypatch):
         ("megaspec resume runs/hello-", ["runs/hello-2"]),
         ("megaspec resume ./runs/hello-", ["./runs/hello-2"]),
         ("megaspec resume far/", ["far/hello"]),
+        ("megaspec resume runs/hello/", []),
         ("megaspec resume nowhere/", []),
         ("megaspec resume sweeps/lr/", ["sweeps/lr/03-lr-0.1"]),
         ("megaspec resume --fork far/x runs/hello-", ["runs/hello-2"]),
