@@ -145,11 +145,13 @@ class Guard:
         self._recent = list(verdict.recent)
 
     def last_skips(self, last: int) -> list[int]:
-        """The `skips` last steps up to step `last` whose data was not left out, where each of them was skipped for its
-        numbers; else none. In order."""
+        """The `skips` last steps up to step `last`, two at least, whose data was not left out, where each of them was
+        skipped for its numbers; else none. In order."""
         found: list[int] = []
         step = last
-        while step > 0 and len(found) < self.spec.skips:
+        # one alone says nothing
+        wanted = max(2, self.spec.skips)
+        while step > 0 and len(found) < wanted:
             if not self.leaves_out(step):
                 if step not in self._recent:
                     return []

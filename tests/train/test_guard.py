@@ -53,6 +53,12 @@ def test_the_last_skips_are_those_of_the_steps_that_were_trained_on():
     assert Guard(NumbersSpec()).last_skips(30) == [], "nothing may be skipped"
 
 
+def test_one_last_step_alone_says_nothing():
+    guard = Guard(NumbersSpec(skips=1, within=10))
+    guard.note_skipped(guard.judge(27, is_finite=False))
+    assert guard.last_skips(27) == []
+
+
 def test_what_is_long_ago_does_not_count():
     guard = Guard(NumbersSpec(skips=1, within=10))
     for step in (10, 20, 30):
