@@ -68,8 +68,9 @@ class SpikesSpec(Frozen):
 class NumbersSpec(Frozen):
     """What a run does when its loss or gradient norm is NaN or infinite, or spikes. Such an update is never applied.
     What is too much for `skips` goes back to a checkpoint and leaves the data out, what is too much for `rollbacks`
-    ends the run with exit code 76. A run that comes to its last step ends so, too, where its last `skips` updates were
-    all skipped (two at least), or no step updated anything. A loss scale of fp16 that is too high is none of this: it is lowered."""
+    ends the run with exit code 76. A run that comes to its last step ends so, too, where its last `skips` updates
+    (two at least) were all skipped, or no step updated anything. A loss scale of fp16 that is too high is none of this:
+    it is lowered."""
 
     skips: NonNegativeCount = 0
     """Updates that may be skipped within `within` steps before the run goes back; fewer than `within`."""

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+# compose imports it when it first needs it, which no recipe decides
+import megaspec.compose.choices  # noqa: F401
 from megaspec.compose.compose import compose
 from megaspec.compose.paths import recipes_dir
 from megaspec.core.errors import Problem, RecipeError
