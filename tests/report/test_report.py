@@ -432,10 +432,12 @@ def test_attributes_are_escaped_too():
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_browser_draws_it_in_both_themes(tmp_path, theme):
+@pytest.mark.parametrize("of", ["a run", "runs"])
+def test_a_browser_draws_it_in_both_themes(tmp_path, of, theme):
     """No script of a hostile name runs, and the background is the theme's."""
     folder = make_run(tmp_path / "run", text=HOSTILE[0] + HOSTILE[1], name=HOSTILE[0])
-    page = run_page(read(folder))
+    run = read(folder)
+    page = run_page(run) if of == "a run" else comparison_page([run, run])
     (folder / REPORT).write_text(page)
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,900"]
