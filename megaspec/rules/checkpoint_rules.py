@@ -96,12 +96,14 @@ def no_secret_in_a_url(case: Case) -> Problem | None:
 
 
 def copies_go_where_fsspec_reaches(case: Case) -> Problem | None:
-    """The URL of copies has a scheme that fsspec knows."""
+    """The URL of copies has a scheme that fsspec knows, and names what outlives the process that copies."""
     url = case.recipe.checkpoint.copy_to
     # what is no URL is told by itself
     if url is None or wrong_in_url(url, example=""):
         return None
     wrong = unknown_scheme(url)
+    if "memory" in url.partition("://")[0].split("::"):
+        wrong = "memory:// is that of one process, and gone with it; try s3://"
     if not wrong:
         return None
     return Problem("checkpoint.copy_to", f"checkpoint.copy_to={url}: {wrong}")

@@ -379,6 +379,9 @@ def test_a_place_for_copies_that_nothing_reaches_is_told_before_a_rank_starts(me
     for command in ("plan", "train"):
         assert megaspec(command, *SHORT, "name=far", word) == 64
         assert f"{word}: foo:// is no scheme that fsspec knows; try s3://" in capfd.readouterr().err
+    word = "checkpoint.copy_to=memory://copies"
+    assert megaspec("plan", *SHORT, "name=far", word) == 64
+    assert f"{word}: memory:// is that of one process, and gone with it; try s3://" in capfd.readouterr().err
     # known, and its package is not there; a plan may be made where the run is not
     word = "checkpoint.copy_to=gs://bucket/run"
     monkeypatch.setitem(sys.modules, "gcsfs", None)
