@@ -55,6 +55,7 @@ RUNS: dict[str, dict[str, Any]] = {
 TE_RUNS: dict[str, dict[str, Any]] = {
     "delayed, Transformer Engine": RUNS["delayed"] | {"kernels": {"linear": "te"}},
     "tensorwise, Transformer Engine": RUNS["tensorwise"] | {"kernels": {"linear": "te"}},
+    "blockwise, Transformer Engine": RUNS["blockwise"] | {"kernels": {"linear": "te"}},
 }
 # Losses of so many steps together are the loss of the end: one batch is far from the mean.
 AT_THE_END = 20
