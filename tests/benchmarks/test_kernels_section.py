@@ -15,8 +15,11 @@ def test_every_kernel_was_measured_or_is_named_as_one_that_was_not():
         measured.add((row["operation"], row["implementation"]))
     section = (HERE / "README.md").read_text().partition("\n## The kernels\n")[2].partition("\n## ")[0]
     lacking = set()
-    for row in section.partition("| not in the table |")[2].partition("```bash")[0].splitlines():
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
+    for line in section.partition("Not in the table")[2].partition("```bash")[0].splitlines():
+        if not line.startswith("- "):
+            continue
+        # operations, their implementations, where they were measured
+        cells = line.removeprefix("- ").split(": ", 2)
         for operation in cells[0].split(", "):
             if operation in CATALOG:
                 every = CATALOG[operation].implementations

@@ -127,6 +127,7 @@ def soak(folder: Path, factory: RankFactory, *, minutes: float, every: float, se
     attempts = read_attempts(run).attempts
     assert all(attempt.end is not None for attempt in attempts)
     codes = Counter(one.end.code for one in attempts)
+    assert not codes[70], f"an attempt that ended by an error of our own: {errors_of_our_own(text)}"
     # the last one may come when the run is being stopped
     assert codes[77] >= seen.done["flipped bit"] - 1, f"bits that nobody found: {seen.done}, {codes}"
     useful = sum(line["seconds"] for line in lines_of(run))
@@ -142,6 +143,12 @@ def soak(folder: Path, factory: RankFactory, *, minutes: float, every: float, se
         rank_slope=round(slope([(s["step"], s["memory_bytes"]) for s in lines_of(undisturbed) if s["step"] > 1000]), 3),
         supervisor_files=growth(seen.files),
     )
+
+
+def errors_of_our_own(text: str) -> str:
+    """Of what a supervised run said, the part about its first attempt with exit code 70."""
+    before, _, why = text.partition("ended with 70")
+    return f"{before[-6000:]}ended with 70{why[:300]}"
 
 
 def lines_of(run: Path) -> list[dict]:
