@@ -48,14 +48,12 @@ class _Rank:
 def forks() -> ForkServerContext:
     """Makes processes that have PRELOAD loaded, and none of this process's threads. A process has one such server, so
     that all tests have to ask for the same."""
+    from megaspec.estimate.target import gpu_identifiers
+
     context = multiprocessing.get_context("forkserver")
     # where there is a GPU, importing the compiler opens its driver, which no fork can then use
-    context.set_forkserver_preload([*PRELOAD] if _has_gpu() else [*PRELOAD, COMPILER])
+    context.set_forkserver_preload(PRELOAD if gpu_identifiers() else [*PRELOAD, COMPILER])
     return context
-
-
-def _has_gpu() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class RankPool:

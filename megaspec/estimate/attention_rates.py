@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from math import exp, inf, log
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from megaspec.core.frozen import Frozen, PositiveInt
@@ -75,13 +76,15 @@ def faster_ones(rates: Iterable[AttentionRate], than: str, *, kind: AttentionKin
     own = times.pop(than, {})
     shares = {}
     for name, points in times.items():
-        shared = own.keys() & points.keys()
-        if not shared:
-            continue
-        share = sum(points[point] for point in shared) / sum(own[point] for point in shared)
-        if NOISE * share < 1:
-            shares[name] = share
-    return dict(sorted(shares.items(), key=lambda one: one[1]))
+        seconds = 0.0
+        own_seconds = 0.0
+        for point in own.keys() & points.keys():
+            seconds += points[point]
+            own_seconds += own[point]
+        # 0 of 0 where no point is of both
+        if NOISE * seconds < own_seconds:
+            shares[name] = seconds / own_seconds
+    return dict(sorted(shares.items(), key=itemgetter(1)))
 
 
 def _times(rates: Iterable[AttentionRate], *, kind: AttentionKind, head_size: int) -> dict[str, dict[_Point, float]]:

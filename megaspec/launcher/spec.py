@@ -214,7 +214,7 @@ class KubernetesLauncher(ClusterLauncher):
     api: Literal["trainjob", "pytorchjob", "jobset"] = "trainjob"
     """trainjob: Kubeflow Trainer v2; pytorchjob: Kubeflow's training operator v1; jobset: JobSet alone."""
     job: ObjectName | None = None
-    """Name of the job; null: that of the run, which must be a name of Kubernetes' then."""
+    """Name of the job; null: that of the run, which must be one that Kubernetes takes then."""
     namespace: ObjectName | None = None
     """null: kubectl's own."""
     image: Image

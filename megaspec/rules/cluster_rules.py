@@ -178,7 +178,7 @@ def job_has_a_name(case: Case) -> Problem | None:
     if re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) and len(name) <= MOST_OF_A_NAME:
         return None
     nearest = re.sub(r"[^a-z0-9]+", "-", name.lower()).lstrip("-0123456789")[:MOST_OF_A_NAME].strip("-") or "run"
-    text = f"{key}={name} must be a name of Kubernetes': at most {MOST_OF_A_NAME} lower-case letters, digits and "
+    text = f"{key}={name} must be one that Kubernetes takes: at most {MOST_OF_A_NAME} lower-case letters, digits and "
     text += f"dashes, the first a letter; set launcher.job={nearest}"
     return Problem(key, text)
 

@@ -20,7 +20,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megaspec.estimate.hardware import hardware_of
+from megaspec.estimate.target import detect_target
 from tests.benchmarks.rank_processes import RankProcesses, started, whole_lines
 from tests.benchmarks.rows import FIRST, TUNED, Run, Work, all_works, four_gpu_works, smoke_works, tuned_works
 
@@ -250,26 +251,17 @@ def _mean_text(values: list[float | None]) -> str:
     return f"{statistics.mean(known):,.0f}" if known else ""
 
 
-def gpu_here(field: str) -> str:
-    """Of the first GPU, as nvidia-smi calls it. FileNotFoundError: there is none."""
-    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()[0]
-
-
 def depth_here(given: str) -> int:
     """Layers of the 8B that this GPU holds."""
     if given != "auto":
         return {"half": 16, "quarter": 8}[given]
-    return 16 if int(gpu_here("memory.total")) > HALF_FITS * 1024 else 8
+    return 16 if detect_target().gpu_memory > HALF_FITS << 30 else 8
 
 
 def kind_here() -> str:
     """What `tune` searches for: GPUs as they are here, H200 where there is none."""
-    try:
-        name = gpu_here("name")
-    except FileNotFoundError:
-        return "h200"
-    return "h100" if "H100" in name else "h200"
+    hardware = hardware_of(detect_target())
+    return "H200" if hardware is None else hardware.name
 
 
 def parser() -> argparse.ArgumentParser:

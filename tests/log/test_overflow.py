@@ -53,6 +53,15 @@ def tell(sink: JsonlSink, steps: range) -> str:
     return said
 
 
+def told_on_a_full_disk(places: Places) -> JsonlSink:
+    """A sink that was told of steps 1 to LINES - 1, of which the disk has room for the first ones alone."""
+    sink = places.open()
+    tell(sink, range(1, 3))
+    fill(places.disk)
+    tell(sink, range(3, LINES))
+    return sink
+
+
 def end(sink: JsonlSink) -> str:
     try:
         sink.close()
@@ -99,10 +108,7 @@ def test_room_for_some_of_the_lines(places):
 
 
 def test_a_start_that_is_ended_while_the_disk_is_full_leaves_its_lines_to_the_next(places, capfd):
-    sink = places.open()
-    tell(sink, range(1, 3))
-    fill(places.disk)
-    tell(sink, range(3, LINES))
+    sink = told_on_a_full_disk(places)
     assert "until there is room" in end(sink)
     # this one, too; it goes on from an earlier step, so that lines behind it go
     sink = places.open(LINES - 10)
@@ -118,10 +124,7 @@ def test_a_start_that_is_ended_while_the_disk_is_full_leaves_its_lines_to_the_ne
 
 
 def test_a_run_that_goes_back_takes_lines_away_wherever_they_are(places):
-    sink = places.open()
-    tell(sink, range(1, 3))
-    fill(places.disk)
-    tell(sink, range(3, LINES))
+    sink = told_on_a_full_disk(places)
     with pytest.raises(OSError, match="until there is room"):
         sink(rolled_back(LINES - 20, LINES - 1))
     tell(sink, range(LINES - 19, LINES - 10))
@@ -178,10 +181,7 @@ def start_and_kill(places: Places, step: int, calls: int) -> int:
 @pytest.mark.parametrize("is_full", [False, True], ids=["room again", "full still"])
 @pytest.mark.parametrize("calls", [0, 1, 2, 3, 4, 6, 9, 12, 15, 18])
 def test_a_kill_at_any_moment_loses_and_doubles_nothing(is_full, calls, places):
-    sink = places.open()
-    tell(sink, range(1, 3))
-    fill(places.disk)
-    tell(sink, range(3, LINES))
+    sink = told_on_a_full_disk(places)
     end(sink)
     if not is_full:
         empty(places.disk)
@@ -212,10 +212,7 @@ def test_where_neither_place_has_room_lines_wait_in_memory(places, monkeypatch):
 
 
 def test_lines_of_another_course_are_left_out_with_a_word(places, capfd):
-    sink = places.open()
-    tell(sink, range(1, 3))
-    fill(places.disk)
-    tell(sink, range(3, LINES))
+    sink = told_on_a_full_disk(places)
     end(sink)
     empty(places.disk)
     # meanwhile somebody went on without the other place
@@ -238,10 +235,7 @@ def test_lines_of_another_course_are_left_out_with_a_word(places, capfd):
 
 
 def test_lines_follow_what_is_left_of_a_file_that_somebody_has_cut(places, capfd):
-    sink = places.open()
-    tell(sink, range(1, 3))
-    fill(places.disk)
-    tell(sink, range(3, LINES))
+    sink = told_on_a_full_disk(places)
     end(sink)
     first = places.steps()[-1] + 1
     places.home.write_bytes(b"")
@@ -269,10 +263,7 @@ def test_evaluations_are_known_wherever_their_line_is(places):
 
 
 def test_an_end_is_known_wherever_its_line_is(places):
-    sink = places.open()
-    tell(sink, range(1, 3))
-    fill(places.disk)
-    tell(sink, range(3, LINES))
+    sink = told_on_a_full_disk(places)
     assert ended_at(places.home, elsewhere=places.elsewhere) is None
     with pytest.raises(OSError, match="No space"):
         sink(RunEnded(step=LINES, how="done"))
@@ -330,10 +321,7 @@ def test_who_follows_reads_each_line_once_wherever_it_is(places):
 
 def test_what_comes_home_while_it_is_read_is_read_once(places, monkeypatch):
     """The run brings lines home between the two files' being opened."""
-    sink = places.open()
-    tell(sink, range(1, 3))
-    fill(places.disk)
-    tell(sink, range(3, LINES))
+    sink = told_on_a_full_disk(places)
     empty(places.disk)
     real = follow.open_inside
 
@@ -362,10 +350,7 @@ def test_who_follows_sees_lines_go_where_a_run_goes_back(places):
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 3, 4, 6, 9, 12, 15, 18])
 def test_who_follows_a_run_that_was_killed_reads_each_line_once(calls, places):
-    sink = places.open()
-    tell(sink, range(1, 3))
-    fill(places.disk)
-    tell(sink, range(3, LINES))
+    sink = told_on_a_full_disk(places)
     end(sink)
     empty(places.disk)
     assert start_and_kill(places, LINES - 1, calls) == -9
@@ -373,10 +358,7 @@ def test_who_follows_a_run_that_was_killed_reads_each_line_once(calls, places):
 
 
 def test_lines_of_another_course_are_no_part_of_what_is_followed(places):
-    sink = places.open()
-    tell(sink, range(1, 3))
-    fill(places.disk)
-    tell(sink, range(3, LINES))
+    sink = told_on_a_full_disk(places)
     end(sink)
     empty(places.disk)
     kept = places.elsewhere.read_bytes()
@@ -404,10 +386,7 @@ def test_lines_of_another_course_are_no_part_of_what_is_followed(places):
 
 
 def test_lines_behind_a_file_that_somebody_has_cut_are_followed(places):
-    sink = places.open()
-    tell(sink, range(1, 3))
-    fill(places.disk)
-    tell(sink, range(3, LINES))
+    sink = told_on_a_full_disk(places)
     end(sink)
     first = places.steps()[-1] + 1
     places.home.write_bytes(b"")
