@@ -104,7 +104,8 @@ def _eased(
     by_size = sorted(stages_by_rank[fullest_rank], key=lambda stage: -sizes[stage])
     givers = [stage for stage in by_size[:_MOST_STAGES] if sizes[stage]]
     for rank in (*in_order[:_MOST_TAKERS], fullest_rank):
-        best = None
+        eased = None
+        least = totals
         # of equal ones the late: fewer micro batches wait there
         takers = sorted(stages_by_rank[rank], key=lambda stage: (sizes[stage], -stage))
         for giver, taker in product(givers, takers[:_MOST_STAGES]):
@@ -114,10 +115,11 @@ def _eased(
             changed[giver] -= 1
             changed[taker] += 1
             changed_totals = [one.total for one in memory_of(with_sizes(recipe, changed))]
-            if _falling(changed_totals) < _falling(totals if best is None else best[1]):
-                best = (tuple(changed), changed_totals)
-        if best is not None:
-            return best
+            if _falling(changed_totals) < _falling(least):
+                eased = tuple(changed)
+                least = changed_totals
+        if eased is not None:
+            return eased, list(least)
     return None
 
 
