@@ -49,6 +49,8 @@ class Requirement:
     """Whether it gives a block's log-sum-exp itself, for ranks that have parts of a sequence; else they take sdpa's."""
     deterministic: bool = True
     """Whether it can add gradients in one order."""
+    deterministic_documents: bool = True
+    """Whether it can do that inside packed documents, too, in memory that there is."""
     package: str = ""
     """What has to be installed beside torch, as packages are named; nothing: empty."""
     install: str = ""
@@ -163,6 +165,8 @@ CATALOG: dict[str, Operation] = {
                 largest_head=256,
                 head_step=8,
                 blocks=False,
+                # see Note "Documents" in attention/te.py
+                deterministic_documents=False,
                 copies_values="always",
                 precisions=HALF,
                 package=TE,
@@ -345,6 +349,8 @@ def _unmet_by_attention(need: Requirement, use: Use) -> str | None:
         return "has no windows"
     if use.deterministic and not need.deterministic:
         return "adds gradients in no fixed order"
+    if use.deterministic and use.documents and not need.deterministic_documents:
+        return "adds gradients of documents in no fixed order"
     return None
 
 

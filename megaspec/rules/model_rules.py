@@ -235,6 +235,8 @@ def _who_asks(case: Case) -> dict[str, str]:
         "keeps no documents apart": "data.document_mask=true asks for it",
         "has no windows": "some layer of the model has one",
         "adds gradients in no fixed order": "train.deterministic=true asks for one",
+        "adds gradients of documents in no fixed order": "train.deterministic=true and data.document_mask=true ask for "
+        "one",
         "keeps states in 32 bits": "optim.formats asks for fewer",
     }
 

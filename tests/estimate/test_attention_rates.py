@@ -116,7 +116,7 @@ def test_auto_takes_the_fastest_that_is_installed(measured: None) -> None:
 @pytest.mark.parametrize(
     ("kind", "words", "told"),
     [
-        ("H100", WIDE, "first of the catalog that runs; not measured on H100: megaspec bench throughput measures it"),
+        ("B200", WIDE, "first of the catalog that runs; not measured on B200: megaspec bench throughput measures it"),
         # what the command does not measure
         ("H100", ("model.d_head=96", "precision.kind=bf16"), "not measured on H100 for heads of 96 in bf16"),
         ("H100", ("model.d_head=128",), "not measured on H100 for heads of 128 in fp32"),
@@ -178,6 +178,12 @@ def test_without_figures_auto_takes_the_catalogs_order() -> None:
             r"kernels\.attention=sdpa",
         ),
         (
+            ("kernels.attention=te", "train.deterministic=true", "data.document_mask=true"),
+            {"transformer-engine": "2.20.2"},
+            r"kernels\.attention=te adds gradients of documents in no fixed order, train\.deterministic=true and "
+            r"data\.document_mask=true ask for one; set kernels\.attention=",
+        ),
+        (
             ("kernels.attention=cudnn", "model.d_head=192"),
             {"nvidia-cudnn-frontend": "1.18.0"},
             r"needs heads of at most 128, the model's have 192",
@@ -195,6 +201,13 @@ def test_what_an_implementation_lacks_is_said_before_the_run(
     target = H200.model_copy(update={"gpus": 1, "versions": H200.versions | versions})
     with pytest.raises(RecipeError, match=told):
         spec_of(*overrides, "precision.kind=bf16", target=target, facts=replace(FACTS))
+
+
+def test_transformer_engine_keeps_an_order_of_whole_sequences() -> None:
+    target = H200.model_copy(update={"gpus": 1, "versions": H200.versions | {"transformer-engine": "2.20.2"}})
+    words = ("kernels.attention=te", "precision.kind=bf16")
+    assert spec_of(*words, "train.deterministic=true", target=target).kernels.attention == "te"
+    assert spec_of(*words, "data.document_mask=true", target=target).kernels.attention == "te"
 
 
 def test_who_plans_for_another_machine_takes_its_packages_to_be_there() -> None:

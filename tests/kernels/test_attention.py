@@ -15,7 +15,7 @@ from megaspec_kernels.attention import flex, sdpa, sdpa_block
 from megaspec_kernels.attention.documents import Documents, documents_of
 from megaspec_kernels.attention.reference import seen
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
-from megaspec_kernels.catalog import CATALOG
+from megaspec_kernels.catalog import CATALOG, Requirement
 from megaspec_kernels.gate import check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.te import te_runs
@@ -480,11 +480,17 @@ def table_of_readme() -> str:
             _in_words(need.score_cap),
             _in_words(need.attention_dropout),
             "its own" if need.blocks else "sdpa's",
-            _in_words(need.deterministic),
+            _in_one_order(need),
             need.package or "",
         ]
         lines.append("| " + " | ".join(words) + " |")
     return "\n".join(lines).replace("|  |", "| |")
+
+
+def _in_one_order(need: Requirement) -> str:
+    if need.deterministic and not need.deterministic_documents:
+        return "not of documents"
+    return _in_words(need.deterministic)
 
 
 def _in_words(can: bool) -> str:

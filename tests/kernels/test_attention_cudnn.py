@@ -1,7 +1,6 @@
 """Documents through cuDNN's frontend: what it is told, on a CPU; its kernels against fp64, on a GPU."""
 
 import importlib.util
-import time
 
 import pytest
 import torch
@@ -103,7 +102,7 @@ def test_documents_on_a_gpu(packed: Packed, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @needs_frontend
 def test_plans_are_kept_and_the_host_runs_ahead() -> None:
-    """A call that makes no plan takes well under a millisecond of the host, and waits for nothing."""
+    """Other documents make no further plan, and no call waits for the GPU."""
     q, k, v = (torch.randn(1, 4096, n, 128, device="cuda", dtype=torch.bfloat16) for n in (32, 8, 8))
     batches = []
     for seed in range(4):
@@ -122,18 +121,16 @@ def test_plans_are_kept_and_the_host_runs_ahead() -> None:
         torch.autograd.grad(attend(*leaves, documents=documents), leaves, torch.ones_like(q))
 
     both(batches[0])
+    made = set(cudnn._PLANS)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        begun = time.perf_counter()
-        for _ in range(5):
-            for documents in batches:
-                both(documents)
-        per_call = (time.perf_counter() - begun) / 20
+        for documents in batches:
+            both(documents)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    assert per_call < 2e-3, f"{per_call * 1e3:.2f} ms of the host a call, forward and backward"
+    assert set(cudnn._PLANS) == made
 
 
 @pytest.mark.gpu

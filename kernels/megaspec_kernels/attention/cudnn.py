@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaspec_kernels.attention import sdpa, sdpa_block
+from megaspec_kernels.attention import one_order, sdpa, sdpa_block
 from megaspec_kernels.attention.documents import BlockDocuments, Documents, whole_rows
 from megaspec_kernels.attention.one_block import attention_as_one_block
 from megaspec_kernels.attention.packages import require
@@ -405,10 +405,7 @@ def _backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # the gate's mode fills memory and warns; only who means it is refused
-    is_strict = torch.are_deterministic_algorithms_enabled()
-    is_strict = is_strict and not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert not is_strict, "cudnn adds the gradients of documents in no order; the resolver refuses it"
+    assert not one_order.is_asked_for(), "cudnn adds the gradients of documents in no order; the resolver refuses it"
     inputs = {_GRAD: grad_PNH, _Q: q_PNH, _K: k_PKH, _V: v_PKH, _OUT: out_PNH, _LSE: lse_PN}
     inputs = {uid: x.contiguous() for uid, x in inputs.items()}
     d_q = q_PNH.new_empty(q_PNH.shape)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaspec_kernels.attention import reference_block, sdpa, sdpa_block, varlen
+from megaspec_kernels.attention import one_order, reference_block, sdpa, sdpa_block, varlen
 from megaspec_kernels.attention.documents import BlockDocuments, Documents
 from megaspec_kernels.attention.one_block import attention_as_one_block
 from megaspec_kernels.attention.packages import require
@@ -185,7 +185,7 @@ def _backward_2(
 ) -> tuple[Tensor, Tensor, Tensor]:
     package = require("flash_attn.flash_attn_interface")
     grads = tuple(torch.empty_like(x) for x in tensors[1:4])
-    rest = (0.0, call.scale, call.is_causal, call.before, call.behind, call.cap, None, _in_order())
+    rest = (0.0, call.scale, call.is_causal, call.before, call.behind, call.cap, None, one_order.is_asked_for())
     if starts_q is None:
         package._flash_attn_backward(*tensors, lse, *grads, *rest)
     else:
@@ -242,7 +242,7 @@ def _backward_3(
         window_size_left=call.before,
         window_size_right=call.behind,
         softcap=call.cap,
-        deterministic=_in_order(),
+        deterministic=one_order.is_asked_for(),
         **options,
     )
     return d_q, d_k, d_v
@@ -280,18 +280,13 @@ def _backward_4(
     grad, q, k, v, out = tensors
     options = _options_4(starts_q, starts_k, call)
     package = require("flash_attn.cute.interface")
-    d_q, d_k, d_v = package._flash_attn_bwd(q, k, v, out, grad, lse, deterministic=_in_order(), **options)
+    d_q, d_k, d_v = package._flash_attn_bwd(q, k, v, out, grad, lse, deterministic=one_order.is_asked_for(), **options)
     return d_q, d_k, d_v
 
 
 # By version.
 _FORWARD = {2: _forward_2, 3: _forward_3, 4: _forward_4}
 _BACKWARD = {2: _backward_2, 3: _backward_3, 4: _backward_4}
-
-
-def _in_order() -> bool:
-    """Whether gradients are added in one order. The gate's mode fills memory and warns; it does not mean that."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 # Operations of their own: torch.compile can't look into them.

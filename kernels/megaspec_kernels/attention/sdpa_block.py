@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megaspec_kernels.attention import reference_block, varlen
+from megaspec_kernels.attention import one_order, reference_block, varlen
 from megaspec_kernels.attention.documents import BlockDocuments, whole_rows
 from megaspec_kernels.attention.reference_block import Drop
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
@@ -125,8 +125,7 @@ def choose(q_BTNH: Tensor, k_BSKH: Tensor, *, masked: bool, documents: bool = Fa
     if documents or window:
         return "flash by document"
     # cuDNN has no deterministic backward pass, and takes no single key
-    exact = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    if major >= 9 and H <= 128 and k_BSKH.shape[1] > 1 and not exact:
+    if major >= 9 and H <= 128 and k_BSKH.shape[1] > 1 and not one_order.is_asked_for():
         return "cudnn"
     return "flash"
 
