@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaspec.core.document_lengths import begun_at_random
 from megaspec.data.batch import Batch
 from megaspec.estimate.hardware import hardware_of
 from megaspec.estimate.memory import fullest, memory_of
@@ -85,7 +86,10 @@ SEED = 7
 
 def spec_of(args: argparse.Namespace, world: int) -> Spec:
     """The Spec of one measurement."""
-    return resolve(recipe_of(args, world), target_of(world), Facts(run_dir="-"))
+    facts = Facts(run_dir="-")
+    if args.documents:
+        facts = Facts(run_dir="-", document_lengths=begun_at_random(1 / args.documents))
+    return resolve(recipe_of(args, world), target_of(world), facts)
 
 
 def target_of(world: int) -> Target:
