@@ -299,6 +299,20 @@ class PaceMeasured:
 
 
 @dataclass(frozen=True)
+class MemoryHeld:
+    """What rank 0's tensors take between two steps, once in each start, behind its first step. In bytes of its device.
+    What a step needs beside them at its peak is the rest of `memory_bytes`."""
+
+    step: int
+    weights: int
+    """In the model's format, with the buffers; copies in fp8 are not among them."""
+    gradients: int
+    """Sums over micro batches."""
+    optimizer: int
+    """Master weights and states, without what is a weight itself."""
+
+
+@dataclass(frozen=True)
 class AlertRaised:
     """A condition of log.alerts has held for as long as it has to."""
 
@@ -355,6 +369,7 @@ Event = (
     | StepsProfiled
     | SlowRank
     | PaceMeasured
+    | MemoryHeld
     | AlertRaised
     | UpdateSkipped
     | RolledBack
@@ -399,6 +414,7 @@ NAMES: dict[type, str] = {
     StepsProfiled: "profile",
     SlowRank: "slow",
     PaceMeasured: "pace",
+    MemoryHeld: "memory",
     AlertRaised: "alert",
     EvalDone: "eval",
     CheckpointSaved: "checkpoint",

@@ -54,6 +54,10 @@ class PartOptimizer(MasterOptimizer):
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         return self._trained.state()
 
+    def tensors(self) -> Iterable[Tensor]:
+        yield from self._trained.tensors()
+        yield from self._frozen.values()
+
     @torch.no_grad()
     def put(self, kind: str, name: str, value: Tensor) -> None:
         if name in self._frozen:

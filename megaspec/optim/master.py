@@ -37,6 +37,12 @@ class MasterOptimizer:
         """Kind -> parameter name -> tensor of the share's shape, in the master's dtype."""
         raise NotImplementedError
 
+    def tensors(self) -> Iterable[Tensor]:
+        """Master weights and states as they are kept, wherever they lie; where two are one tensor, it twice."""
+        yield from self.masters.values()
+        for by_name in self.state().values():
+            yield from by_name.values()
+
     @torch.no_grad()
     def put(self, kind: str, name: str, value: Tensor) -> None:
         """Sets a share: of the master weights where `kind` is `master`, else of a kind of `state`.

@@ -1,6 +1,6 @@
 """Muon: momentum that is orthogonalised matrix by matrix. Which rank does that is no business of this file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import sqrt
 from typing import Protocol
@@ -74,6 +74,11 @@ class Muon(MasterOptimizer):
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         return {"momentum": self._momentum, **self._rest.state()}
+
+    def tensors(self) -> Iterable[Tensor]:
+        yield from self.masters.values()
+        yield from self._momentum.values()
+        yield from self._rest.tensors()
 
     @MasterOptimizer.updates.setter
     def updates(self, count: int) -> None:

@@ -107,6 +107,11 @@ class NarrowAdamW(MasterOptimizer):
         """Decoded, so that any other formats and shares can take it; what is kept in at least fp32 is itself."""
         return {kind: Decoded(self.weights, lambda name, kind=kind: self._read(kind, name)) for kind in self._moments}
 
+    def tensors(self) -> Iterable[Tensor]:
+        yield from self._kept.values()
+        for moment in self._moments.values():
+            yield from moment.values
+
     def _read(self, kind: str, name: str) -> Tensor:
         moment = self._moments[kind]
         number = self._number.get(name)

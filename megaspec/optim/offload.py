@@ -99,6 +99,10 @@ class OffloadedOptimizer(MasterOptimizer):
             ordered[kind] = {name: tensors[name] for name in self.weights}
         return ordered
 
+    def tensors(self) -> Iterable[Tensor]:
+        for part in self._parts:
+            yield from part.tensors()
+
     def put(self, kind: str, name: str, value: Tensor) -> None:
         self._part_of[name].put(kind, name, value)
 

@@ -43,6 +43,7 @@ EVENTS = (
     "hardware",
     "slow",
     "pace",
+    "memory",
     "profile",
     "alert",
     "eval",

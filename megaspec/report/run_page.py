@@ -219,21 +219,22 @@ def _memory(run: RunFolder) -> Html:
         levels = [Level("planned for its stage", sum(planned[0][1].values()))]
     most = steps.most("memory_bytes")
     rows = planned[:MOST_ROWS]
+    measured: dict[str, float] = {}
     if most is not None:
-        rows = [*rows, ("rank 0, measured", {"measured, all kinds": most})]
+        measured = _measured_memory(run, most)
+        rows = [*rows, ("rank 0, measured", measured)]
     told = None
     if run.setting("device") == "cpu":
         told = element("p", "on a CPU rank 0's whole process is measured, its libraries included", class_="soft")
     kinds: list[str] = []
-    for _, parts in planned:
+    for _, parts in rows:
         kinds += [kind for kind in parts if kind not in kinds]
     numbers: list[list[Child]] = []
-    for name, parts in planned[:MOST_ROWS]:
-        numbers.append([name, *[in_bytes(parts.get(kind)) for kind in kinds], in_bytes(sum(parts.values()))])
-    if most is not None and planned:
-        numbers.append(["rank 0, measured", *["" for _ in kinds], in_bytes(most)])
+    for name, parts in rows:
+        cells = [in_bytes(parts[kind]) if kind in parts else "" for kind in kinds]
+        numbers.append([name, *cells, in_bytes(sum(parts.values()))])
     whole: Child = None
-    if numbers:
+    if planned and numbers:
         whole = table(["", *[kind.replace("_", " ") for kind in kinds], "total"], numbers)
     unit = GIB
     if most is not None and most < GIB:
@@ -241,6 +242,22 @@ def _memory(run: RunFolder) -> Html:
     by_step = Chart([curve], in_bytes, levels=levels, from_zero=True, unit=unit).drawn()
     drawn = element("div", element("div", by_step), element("div", bars(rows, in_bytes)), class_="charts")
     return card("Memory", drawn, told, whole)
+
+
+def _measured_memory(run: RunFolder, most: float) -> dict[str, float]:
+    """Bytes of rank 0 by what they are for: what its tensors take between steps, and what was beside them when most was
+    held; in one where a run of an earlier version told no more."""
+    told = run.history.rows("memory")
+    held: dict[str, float] = {}
+    if told:
+        for kind in ("weights", "gradients", "optimizer"):
+            size = known_number(told[-1].get(kind))
+            if size is not None and size >= 0:
+                held[kind] = size
+    rest = most - sum(held.values())
+    if not held or rest < 0:
+        return {"measured, all kinds": most}
+    return held | {"measured beside them": rest}
 
 
 def _evaluations(run: RunFolder) -> Child:

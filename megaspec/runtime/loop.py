@@ -69,6 +69,7 @@ from megaspec.runtime.checks import Checks, Suspicion, build_checks
 from megaspec.runtime.data_place import PLACE, place_of_all, place_piece, read_place
 from megaspec.runtime.evaluation import Evaluation
 from megaspec.runtime.generate import run_tokenizer, write_sample
+from megaspec.runtime.held import memory_held
 from megaspec.runtime.initial_weights import start_from_source
 from megaspec.runtime.non_finite import explain, explain_end, first_seen
 from megaspec.runtime.pace import Pace
@@ -317,6 +318,7 @@ class Run:
     losses: dict[int, float] = field(default_factory=dict)
     """Rank 0: by step, of the evaluations that say which checkpoints are best."""
     schedule: BatchSchedule = field(init=False)
+    has_told_memory: bool = False
     saving_word: SavingWord = field(default_factory=SavingWord)
     lag: int = field(init=False)
     """Steps by which the host reads a step's numbers late: one on a GPU, which so never waits for the host."""
@@ -752,6 +754,10 @@ class Run:
         if routers is not None:
             self.emit(routers)
         self.emit(event)
+        if not self.has_told_memory:
+            self.has_told_memory = True
+            if self.comm.rank == 0:
+                self.emit(memory_held(self.built, step=step))
         return stop > 0
 
     def _look_at_checks(self, step: int, changed: float, recomputed: float, differing: float) -> None:

@@ -47,7 +47,7 @@ def lines(tmp_path_factory):
 
 def test_a_run_writes_what_the_table_says(lines):
     told = table()
-    assert {line["event"] for line in lines} == {"start", "step", "eval", "checkpoint", "end"}
+    assert {line["event"] for line in lines} == {"start", "step", "memory", "eval", "checkpoint", "end"}
     for line in lines:
         assert set(line) == told["all"] | told[line["event"]]
 

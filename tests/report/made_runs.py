@@ -95,6 +95,8 @@ def events_of(text: str) -> list[dict[str, Any]]:
     found.append({"event": "hardware", "step": STEPS, **broken, "is_certain": True, "agreed_step": 250, **timed})
     pace = {text: {"median": 0.2, "slowest": 0.29, "rank": 5}}
     found.append({"event": "pace", "step": STEPS, "phases": pace, **timed})
+    held = {"weights": 7 << 30, "gradients": 3 << 30, "optimizer": 11 << 30}
+    found.append({"event": "memory", "step": 1, **held, **timed})
     kinds = {text: {"seconds": 3.2, "planned_seconds": 0.3}, "attention": {"seconds": 0.7, "planned_seconds": None}}
     found.append(
         {"event": "profile", "step": 110, "first_step": 101, "rank": 0, "kinds": kinds, "no_plan": text, **timed}

@@ -91,6 +91,10 @@ def test_it_shows_what_the_folder_says(tmp_path):
     for kind in ("weights", "gradients", "optimizer", "activations", "reserve"):
         assert f"\n{kind}\n" in text
     assert "41.0 GiB" in text
+    # of the 38 GiB that rank 0 held at most, by kind and what was beside them
+    assert "rank 0, measured\n7.0 GiB\n3.0 GiB\n11.0 GiB\n" in text
+    assert "\nmeasured beside them\n" in text
+    assert "\n17.0 GiB\n38.0 GiB\n" in text
     assert "1 not finite" in text
     # of six checkpoints one is still there
     assert text.count("\nyes\n") == 1
