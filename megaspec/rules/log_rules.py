@@ -86,6 +86,8 @@ def alerts_look_at_what_this_run_has(case: Case) -> Problem | None:
             why = f"is known with precision=fp16 alone, this is precision.kind={recipe.precision.kind}; watch grad_norm"
         elif alert.metric == "fp8_saturated" and not _has_delayed_scales(case):
             why = "is known with precision.recipe=delayed of fp8 alone; watch grad_norm"
+        elif alert.metric == "fp8_saturated" and recipe.kernels.linear == "te":
+            why = "is not counted with kernels.linear=te; watch grad_norm, or set kernels.linear=torch"
         if why:
             key = f"log.alerts.{number}.metric"
             return Problem(key, f"{key}={alert.metric} {why}")

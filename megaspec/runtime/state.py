@@ -180,24 +180,26 @@ def _set_generator(name: str, state: torch.Tensor, device: torch.device, *, wher
 
 @torch.no_grad()
 def load_largest(built: TrainState, reader: Reader) -> None:
-    """Fills what delayed scales are made of. Where a checkpoint does not hold it of every layer of this rank, being of
-    another precision, of weights alone, or with other layers in fp8, it begins anew, which is said on stderr."""
+    """Fills what delayed scales are made of. Of layers of which a checkpoint does not hold it, being of another
+    precision, of weights alone, or with other layers in fp8, it begins anew, which is said on stderr. Others keep
+    theirs: a rank has some of the layers, and what becomes of one must not depend on which."""
     mine = built.fp8.state()
     if not mine:
         return
     missing = [name for name in mine if f"{FP8}{name}" not in reader]
-    if missing:
-        if built.mesh.index("tp-dp-cp") == 0:
-            text = f"{reader.path} holds no {FP8}{missing[0]}: delayed scales begin anew"
-            print(printable(f"megaspec: {text}"), file=sys.stderr, flush=True)
-        built.fp8.load_state({})
-        return
+    if missing and built.mesh.index("tp-dp-cp") == 0:
+        text = f"{reader.path} holds no {FP8}{missing[0]}: delayed scales begin anew"
+        if len(missing) < len(mine):
+            text += f" there and in {len(missing) - 1} more of {len(mine)}"
+        print(printable(f"megaspec: {text}"), file=sys.stderr, flush=True)
     state = {}
     for name, largest in mine.items():
+        state[name] = torch.zeros_like(largest)
+        if name in missing:
+            continue
         found = reader.read(f"{FP8}{name}").to(largest)
         # another length of history: as far as both go back, the newest first
         steps = min(found.shape[1], largest.shape[1])
-        state[name] = torch.zeros_like(largest)
         state[name][:, :steps] = found[:, :steps]
     built.fp8.load_state(state)
 

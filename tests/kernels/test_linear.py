@@ -5,6 +5,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from megaspec_kernels.attention.documents import documents_of
 from megaspec_kernels.attention.scoring import Scoring
 from megaspec_kernels.catalog import Use, choose, unmet
 from megaspec_kernels.gate import Results, check, in_dtype, results
-from megaspec_kernels.linear import te_fp8
+from megaspec_kernels.linear import te, te_fp8
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.te import Fake, fake_transformer_engine, te_runs
 
@@ -115,6 +116,29 @@ def test_transformer_engine_is_asked_for_the_same_products(shape: tuple, fake: F
     first, second = fake.products[:2]
     assert first.out.data_ptr() == second.out.data_ptr(), "the sum is written in place"
     assert not any(call.in_fp8 for call in fake.products)
+
+
+# Planted: what general_gemm takes without a word where all sizes are the same. Product -> its layout, a wrong one.
+SWAPPED = {"out": ("TN", "NN"), "x": ("NN", "TN"), "weight": ("NT", "NN"), "sum": ("NT", "NN")}
+
+
+@pytest.mark.parametrize("product", SWAPPED)
+def test_swapped_layouts_are_caught(product: str, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs_of((16,), 16, 16, torch.device("cpu"))
+    mine = in_dtype(given, torch.bfloat16)
+    truth = words(given)
+    check(products_of("te", mine), words(mine), truth)
+    package = te.transformer_engine()
+    layouts = dict([SWAPPED[product]])
+
+    def swapped(A: Tensor, B: Tensor, *, layout: str, grad: bool = False, **rest: object) -> tuple:
+        asked = layouts.get(layout, layout)
+        return package.general_gemm(A, B, layout=asked, grad=asked != "TN", **rest)
+
+    monkeypatch.setattr(te, "transformer_engine", lambda: replace(package, general_gemm=swapped))
+    found = products_of("te", mine)
+    with pytest.raises(AssertionError, match=f"^{product}: .* from the truth"):
+        check({product: found[product]}, words(mine), {product: truth[product]})
 
 
 def test_a_sum_that_lies_apart_is_refused(fake: Fake) -> None:

@@ -11,6 +11,7 @@ from megaspec.nn.linear import COMPILED, Linear, WeightGradientQueue, WeightGrad
 from megaspec_kernels.linear.te_fp8 import Scales
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.te import Fake, fake_transformer_engine
+from tests.source_patch import Patch, planted
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -66,8 +67,8 @@ def quantised(x_MK: Tensor, dtype: torch.dtype, scales: str) -> Tensor:
     return ((blocks * factor).to(dtype).double() / factor.double()).view(M, K)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_three_products(recipe: str, fake: Fake) -> None:
+def hold_products(recipe: str) -> None:
+    """Holds a layer's three products to those of the numbers on the grid, by the recipe's own definition in fp64."""
     layer, _ = layer_in(recipe, bias=True)
     x, grad = inputs()
     y = layer(x)
@@ -87,10 +88,87 @@ def test_three_products(recipe: str, fake: Fake) -> None:
     torch.testing.assert_close(layer.bias.grad, grad_MO.sum(0))
     # the grid is felt
     assert (expected_y - (x_MI @ weight.t() + layer.bias)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_three_products(recipe: str, fake: Fake) -> None:
+    hold_products(recipe)
     assert [call.layout for call in fake.products] == ["TN", "NN", "NT"]
     assert all(call.in_fp8 for call in fake.products)
     # as its recipes have it: fewer bits in the sums of the forward pass alone
     assert [call.split for call in fake.products] == [False, True, True]
+
+
+LAYER = "megaspec.nn.fp8_te"
+PACKAGE = "megaspec_kernels.linear.te_fp8"
+OF_TENSORS = ("tensorwise", "delayed")
+BLOCKWISE = ("blockwise",)
+# Planted: wrong scales and swapped layouts that the package itself would take without a word.
+BUGS = {
+    "a scale twice as large": (
+        Patch(LAYER, "scale = scale.view(1).to(torch.float32)", "scale = 2 * scale.view(1).to(torch.float32)"),
+        OF_TENSORS,
+    ),
+    "a scale that is the factor": (
+        Patch(PACKAGE, "fp8_scale_inv=factor.scale,", "fp8_scale_inv=1 / factor.scale,"),
+        OF_TENSORS,
+    ),
+    "a factor twice as large, by which elements saturate": (
+        Patch(PACKAGE, "factor = LARGEST[dtype] / amax / 2.0**margin", "factor = 2 * LARGEST[dtype] / amax"),
+        ("delayed",),
+    ),
+    "columns as they lie in rows": (
+        Patch(
+            LAYER,
+            "in_columns = Fp8Tensor(cast.columns.values, cast.columns.scale.view(1, 1))",
+            "in_columns = Fp8Tensor(\n"
+            "                cast.rows.values.reshape(cast.columns.values.shape), cast.columns.scale.view(1, 1)\n"
+            "            )",
+        ),
+        OF_TENSORS,
+    ),
+    "a scale of blocks twice as large": (
+        Patch(
+            PACKAGE,
+            "Factor(found._rowwise_data.view(dtype), found._rowwise_scale_inv)",
+            "Factor(found._rowwise_data.view(dtype), 2 * found._rowwise_scale_inv)",
+        ),
+        BLOCKWISE,
+    ),
+    "scales of lines as they lie, not turned": (
+        Patch(
+            LAYER,
+            "scale = scale.t().contiguous()\n        return Factor",
+            "scale = scale.reshape(scale.shape[::-1])\n        return Factor",
+        ),
+        BLOCKWISE,
+    ),
+    "scales of the lines beside": (
+        Patch(LAYER, "cast.columns.scale.t().contiguous())", "cast.columns.scale.t().roll(1, 0).contiguous())"),
+        BLOCKWISE,
+    ),
+    "columns of blocks as they lie in rows": (
+        Patch(
+            PACKAGE,
+            "Factor(found._columnwise_data.view(dtype), found._columnwise_scale_inv)",
+            "Factor(\n"
+            "        found._rowwise_data.reshape(found._columnwise_data.shape).view(dtype),\n"
+            "        found._columnwise_scale_inv,\n"
+            "    )",
+        ),
+        BLOCKWISE,
+    ),
+}
+PLANTED = [(name, recipe) for name, (_, recipes) in BUGS.items() for recipe in recipes]
+
+
+@pytest.mark.parametrize(("name", "recipe"), PLANTED)
+def test_wrong_scales_and_swapped_layouts_are_caught(name: str, recipe: str, fake: Fake) -> None:
+    patch, _ = BUGS[name]
+    with planted(patch), pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        hold_products(recipe)
+    # all of its products were made
+    assert len(fake.products) == 3
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 63, 130])

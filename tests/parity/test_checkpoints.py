@@ -217,6 +217,33 @@ def test_delayed_scales_begin_anew_behind_another_precision(tmp_path: Path, caps
     load(plain.built, Store(folder).newest_good(plain.comm, repair=False))
 
 
+BOTH_ENDS_IN_BF16 = (("precision.first_layers_bf16", 1), ("precision.last_layers_bf16", 1))
+
+
+def largest_after(rank: int, case: Case, folder: str) -> dict[str, list]:
+    """What a rank's delayed scales are made of, by layer, once a checkpoint is loaded."""
+    run = begin(rank, case)
+    load(run.built, Store(folder).newest_good(run.comm, repair=False))
+    return {name: largest.tolist() for name, largest in run.built.fp8.state().items()}
+
+
+def test_layers_that_come_to_fp8_leave_the_scales_of_others_alone(pool: RankPool, tmp_path: Path, capfd) -> None:
+    """Whichever ranks have them: the first of two stages here has one of either kind, as has the second."""
+    case = replace(MODEL, precision="fp8 delayed", accumulate=4)
+    save(0, replace(case, also=BOTH_ENDS_IN_BF16), str(tmp_path))
+    whole = largest_after(0, case, str(tmp_path))
+    assert "delayed scales begin anew there and in 7 more of 16" in capfd.readouterr().err
+    with np.load(tmp_path / "saved.npz") as saved:
+        for name, largest in whole.items():
+            if name.split(".")[1] in ("0", "3"):
+                assert not np.any(largest), name
+            else:
+                assert np.array_equal(largest, saved[f"fp8/{name}"]), name
+                assert np.all(largest), name
+    stages = pool.run(largest_after, replace(case, pp=2), str(tmp_path), ranks=2)
+    assert stages[0] | stages[1] == whole
+
+
 MUON = {
     "one rank": {},
     "zero1": {"dp": 2, "strategy": "zero1", "accumulate": 2},

@@ -25,6 +25,7 @@ IN_ITS_PLACE = Patch(
     "    return package_of(Fake())\n\n"
     "def _theirs() -> TransformerEngine:",
 )
+LAYER = "megaspec.nn.fp8_te"
 TE = (("kernels.linear", "te"),)
 CASES = [
     Case(tp=2, accumulate=2, mask="uneven", also=TE),
@@ -64,6 +65,31 @@ BUGS = {
     "weights of the step before": (
         Patch("megaspec.parallelism.fp8", "self._shared.version += 1", "self._shared.version = 1"),
         CASES[4],
+    ),
+    "a scale twice as large": (
+        Patch(LAYER, "scale = scale.view(1).to(torch.float32)", "scale = 2 * scale.view(1).to(torch.float32)"),
+        CASES[4],
+    ),
+    "scale of another role": (Patch(LAYER, "place = REMEMBERED.index(role)", "place = 0"), CASES[6]),
+    "only the last cast of a step remembered": (
+        Patch(LAYER, "seen = self.memory.seen[place].view(1)", "seen = self.memory.seen[place].view(1).zero_()"),
+        CASES[6],
+    ),
+    "columns as they lie in rows": (
+        Patch(
+            LAYER,
+            "in_columns = Fp8Tensor(cast.columns.values, cast.columns.scale.view(1, 1))",
+            "in_columns = Fp8Tensor(\n"
+            "                cast.rows.values.reshape(cast.columns.values.shape), cast.columns.scale.view(1, 1)\n"
+            "            )",
+        ),
+        CASES[5],
+    ),
+    "gathered tokens turned as they lie": (
+        Patch(
+            LAYER, "values.view(torch.uint8).t().contiguous()", "values.view(torch.uint8).reshape(values.shape[::-1])"
+        ),
+        CASES[10],
     ),
 }
 

@@ -145,6 +145,18 @@ def test_an_alert_that_could_never_be_raised_is_refused(metric, for_steps, more,
         assert most in found[0].message
 
 
+def test_an_alert_on_what_nobody_counts_is_refused():
+    """Transformer Engine's casts saturate and don't say how often."""
+    alert = "log.alerts=[{metric: fp8_saturated, comparison: above, value: 0}]"
+    delayed = ("precision.kind=fp8", "precision.recipe=delayed", alert)
+    assert broken(delayed, H200_WITH_TE) == []
+    (problem,) = broken((*delayed, "kernels.linear=te"), H200_WITH_TE)
+    assert problem.message == (
+        "log.alerts.0.metric=fp8_saturated is not counted with kernels.linear=te; watch grad_norm, or set "
+        "kernels.linear=torch"
+    )
+
+
 def test_messages_hold_both_values_and_the_nearest_legal_ones():
     wrong = ("launcher.ranks=24", "parallelism.tp=12", "model.n_heads=32", "model.d_head=4", "model.n_kv_heads=8")
     wrong += ("train.global_batch=48",)
