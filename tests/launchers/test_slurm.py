@@ -444,9 +444,10 @@ def test_a_signal_that_ends_the_script_comes_too_late(slurm_here):
     """SLURM sends SIGTERM to all that the script has started as soon as the job is back in the queue."""
     programs, here = slurm_here
     scontrol = (programs / "scontrol").read_text()
-    requeue = '"requeue "*) echo "$2" >> requeued'
-    assert requeue in scontrol
-    write_program(programs / "scontrol", scontrol.replace(requeue, f"{requeue}; kill $PPID"))
+    for case, signalled in (('"requeue "*)', "kill $PPID;"), ('"update JobId="*)', "kill $$")):
+        assert case in scontrol
+        scontrol = scontrol.replace(case, f"{case} {signalled}")
+    write_program(programs / "scontrol", scontrol)
     done = run_script(end_with(slurm.render(plain_spec()), said_of_hosts("127.0.0.1"), 77), programs, here)
     assert done.returncode == 77
     assert excluded(programs) == ["127.0.0.1"]
