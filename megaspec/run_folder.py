@@ -56,7 +56,7 @@ from megaspec.launcher.attempts import ATTEMPTS
 from megaspec.launcher.devices import DEVICES
 from megaspec.launcher.exit_file import EXIT_FILE, read_exit
 from megaspec.launcher.stop import before_leaving
-from megaspec.launcher.suspects import AVOIDED, SUSPECTS
+from megaspec.launcher.suspects import AVOIDED, FAILED_HOSTS, SUSPECTS
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.prediction import FILE_NAME as PREDICTION
 from megaspec.log.remote import REMOTE_RUNS, SERVICE_FOLDERS, hand_down
@@ -83,7 +83,7 @@ FORKING = "forking.json"
 # What may be there before spec.json makes it a run: what an interrupted `train` leaves, and who may use which devices.
 _UNFINISHED = ("lock", RECIPE, TARGET, PREDICTION, TOKENIZER_FOLDER, DEVICES, ROOM)
 # What a supervisor, and who looks after its machine, keep beside it.
-SUPERVISED = (ATTEMPTS, AVOIDED, DEVICES, SUSPECTS)
+SUPERVISED = (ATTEMPTS, AVOIDED, DEVICES, FAILED_HOSTS, SUSPECTS)
 LOGS = "logs"
 _COPY_BYTES = 16 << 20
 _FORKING_LIMIT = 1 << 16

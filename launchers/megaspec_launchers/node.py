@@ -21,9 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megaspec.core.errors import RecipeError, printable
+from megaspec.core.errors import HardwareError, RecipeError, printable
 from megaspec.launcher.exit_file import Exit, read_exit
 from megaspec.launcher.memory_kills import memory_kills
+from megaspec_launchers.job_hosts import JobHosts
 from megaspec_launchers.outcome import CAUSES, HANG, INTERNAL, PREEMPTED, RankEnd, judge
 from megaspec_launchers.signals import StopRequests
 
@@ -92,19 +93,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
             port=options.port,
             job=options.job,
         )
+        hosts = _hosts_of_job(options, node, os.environ)
     except RecipeError as error:
         _say(str(error))
         return RecipeError.exit_code
-    code = run_node(node, command, run_dir=options.run_dir, grace_seconds=options.grace)
+    code = run_node(node, command, run_dir=options.run_dir, grace_seconds=options.grace, hosts=hosts)
     return _told(code, options.retryable)
 
 
-def run_node(node: Node, command: Sequence[str], *, run_dir: Path, grace_seconds: float) -> int:
+def run_node(
+    node: Node, command: Sequence[str], *, run_dir: Path, grace_seconds: float, hosts: JobHosts | None = None
+) -> int:
     """Starts `command` once for each rank of a node, and returns when all have ended. -> the run's exit code.
 
     SIGTERM, SIGINT, SIGHUP or SIGUSR1 here reaches every rank as SIGTERM; ranks that still run `grace_seconds` later,
     or at a second request, are killed. When a rank fails the others are stopped. SIGUSR2 makes ranks write stacks.
+    `hosts`: those of a job whose scheduler is told which to leave out. None is started where the run keeps away from
+    one of them.
     """
+    suspicions = 0
+    if hosts is not None:
+        try:
+            suspicions = hosts.begin()
+        except (HardwareError, RecipeError) as error:
+            if node.rank == 0:
+                _say(str(error))  # the other nodes found the same
+            return error.exit_code
     before = read_exit(run_dir)
     killed_before = memory_kills()
     with StopRequests() as stop:
@@ -112,8 +126,12 @@ def run_node(node: Node, command: Sequence[str], *, run_dir: Path, grace_seconds
         try:
             for local_rank in range(node.ranks):
                 attempt.start(local_rank, command)
+            is_stop_noted = False
             while attempt.running:
                 attempt.look()
+                if hosts is not None and attempt.requests and not is_stop_noted:
+                    is_stop_noted = True
+                    hosts.note_stop()
                 time.sleep(POLL_SECONDS)
         finally:
             attempt.kill()
@@ -124,10 +142,15 @@ def run_node(node: Node, command: Sequence[str], *, run_dir: Path, grace_seconds
     outcome = judge(attempt.ends, memory_kills=killed or 0)
     if outcome.cause is not None:
         _say(f"node {node.rank} of {node.nodes}: {outcome.cause}")
-    if outcome.code in (HANG, INTERNAL):
+    if hosts is not None:
+        hosts.note_end(outcome, was_asked=attempt.requests > 0)
+    code = outcome.code
+    if code in (HANG, INTERNAL):
         # ranks of another node may know why these missed one of theirs
-        return _cause_elsewhere(run_dir, before, outcome.code)
-    return outcome.code
+        code = _cause_elsewhere(run_dir, before, code)
+    if hosts is not None:
+        hosts.leave_out(code, suspicions=suspicions)
+    return code
 
 
 @dataclass
@@ -253,6 +276,25 @@ def _cause_elsewhere(run_dir: Path, before: Exit | None, code: int) -> int:
     return code
 
 
+def _hosts_of_job(options: argparse.Namespace, node: Node, environ: Mapping[str, str]) -> JobHosts | None:
+    """The hosts of a job whose scheduler can leave some out; None where it can't. RecipeError: this one has no name."""
+    if options.job_dir is None:
+        return None
+    name = environ.get(options.host_from, "")
+    if not name or "/" in name:
+        raise RecipeError(f"{options.host_from}={name} must be the name of this node; the scheduler sets it")
+    return JobHosts(
+        folder=options.job_dir,
+        run_dir=options.run_dir,
+        start=options.job,
+        restarts=options.restarts,
+        name=name,
+        node=node.rank,
+        ranks=node.ranks,
+        lost=options.lost,
+    )
+
+
 def _node_rank(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """The number of this node, which the scheduler says. RecipeError: it does not."""
     text = environ.get(options.rank_from, "")
@@ -282,6 +324,12 @@ def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--job", default="job", help="the same on all nodes, another in each start")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--grace", type=float, default=120.0, help="seconds to save when asked to stop")
+    parser.add_argument("--job-dir", type=Path, help="where the script of the job reads which hosts to leave out")
+    parser.add_argument(
+        "--host-from", default="SLURMD_NODENAME", metavar="VARIABLE", help="which says this node's name"
+    )
+    parser.add_argument("--restarts", type=int, default=0, help="how often the job was started before")
+    parser.add_argument("--lost", default="", help="START HOST, of one that was lost in the start before")
     parser.add_argument("--retryable", action="store_true", help="end with 128 more where another start goes on")
     if "--" not in arguments:
         parser.error("the words of megaspec stand behind --")

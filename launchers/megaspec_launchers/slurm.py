@@ -16,9 +16,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
-from megaspec.core.errors import HangError, Preempted, Problem, RecipeError, UnreachableError
+from megaspec.core.errors import HangError, HardwareError, Preempted, Problem, RecipeError, UnreachableError
 from megaspec.launcher.spec import SlurmContainer, SlurmLauncher
 from megaspec.spec import Spec
+from megaspec_launchers.job_hosts import FAILED, MISSED
 from megaspec_launchers.recipe_file import NAME, SECRET_FILE, recipe_of_job, words_of_job
 
 SUBMIT = "sbatch"
@@ -30,6 +31,11 @@ MARGIN_SECONDS = 60
 _GOES_ON = "Reason=TimeLimit|PreemptTime=[0-9]"
 # After which a job is put back into the queue.
 _RESTARTED = f"{HangError.exit_code}|{Preempted.exit_code}"
+# That, too, where a host can be named that the job is to do without.
+_SUSPECTED = HardwareError.exit_code
+# Tries to change the hosts that are left out, a second apart: SLURM ends the script, and what it has started, as soon
+# as the job is back in the queue, first by SIGTERM and after its KillWait of 30 seconds by SIGKILL.
+_TRIES = 5
 
 
 def render(spec: Spec, *, memory: str = "check") -> str:
@@ -188,6 +194,11 @@ def _preparation(launcher: SlurmLauncher) -> Iterator[str]:
         secret = 'head -c 32 /dev/urandom | od -An -v -tx1 | tr -d " \\n" > "$job/secret"'
         yield f"(umask 077 && {secret}) || exit 73"
         yield f'export {SECRET_FILE}="$job/secret"'
+        yield "# what nodes say of their hosts; see megaspec_launchers/job_hosts.py"
+        yield 'mkdir -p "$job/nodes" "$job/ended" "$job/left-out" || exit 73'
+        yield 'scontrol show hostnames "$SLURM_JOB_NODELIST" > "$job/hosts"'
+        yield 'lost=$(cat "$job.lost" 2> /dev/null)'
+        yield 'rm -f "$job.lost"'
 
 
 def _recipe(spec: Spec) -> Iterator[str]:
@@ -250,6 +261,8 @@ def _step(spec: Spec, launcher: SlurmLauncher, memory: str) -> Iterator[str]:
     node += [f"--ranks={launcher.ranks_per_node}", "--rank-from=SLURM_NODEID", f"--grace={launcher.grace_seconds:g}"]
     lines += [shlex.join(node)]
     lines += ['--host="$host" --port="$port" --job="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --run-dir="$run"']
+    if launcher.nodes > 1:
+        lines += ['--job-dir="$job" --host-from=SLURMD_NODENAME --restarts="${SLURM_RESTART_COUNT:-0}" --lost="$lost"']
     words = words_of_job("@job@", spec, memory=memory)
     lines += [f"-- {shlex.join(words)}".replace("@job@", '"$job"')]
     yield " \\\n  ".join(lines)
@@ -287,19 +300,95 @@ def _mounts(container: SlurmContainer) -> str:
 
 def _end(launcher: SlurmLauncher) -> Iterator[str]:
     """The job's own exit code, and whether it goes back into the queue."""
+    has_hosts = launcher.nodes > 1
     yield "# of a task that was killed srun tells 128 and the signal; Python tells 1 of what it could not even begin"
     yield 'if [ "$code" -ge 128 ]; then code=74; elif [ "$code" -eq 1 ]; then code=70; fi'
+    if has_hosts:
+        yield from _hosts()
     yield 'case "$code" in'
-    yield f"{_RESTARTED})"
+    yield f"{_RESTARTED}|{_SUSPECTED})" if has_hosts else f"{_RESTARTED})"
     yield "  # SLURM would requeue a job that is cancelled, too; one whose time is over, or that is preempted, goes on"
     yield f"""  if [ "$ended" = yes ] && ! scontrol show job "$SLURM_JOB_ID" | grep -E -q '{_GOES_ON}'; then"""
     yield '    echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2'
+    if has_hosts:
+        yield f'  elif [ "$code" -eq {_SUSPECTED} ] && [ "$named" = no ]; then'
+        yield '    echo "megaspec: exit code $code: no host of the job can be named, which stays ended" >&2'
     yield f'  elif [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launcher.max_restarts} ]; then'
     yield '    echo "megaspec: exit code $code: the job goes back into the queue" >&2'
-    yield '    rm -rf "$job"'
-    yield '    scontrol requeue "$SLURM_JOB_ID"'
+    if has_hosts:
+        yield from _back_without_hosts()
+    else:
+        yield '    rm -rf "$job"'
+        yield '    scontrol requeue "$SLURM_JOB_ID"'
     yield "  else"
     yield f'    echo "megaspec: exit code $code after {launcher.max_restarts} restarts (launcher.max_restarts)" >&2'
     yield "  fi ;;"
     yield "esac"
+    if has_hosts:
+        yield 'if [ "$again" = no ]; then rm -f "$job.lost" "$job.excluded"; fi'
     yield 'exit "$code"'
+
+
+def _hosts() -> Iterator[str]:
+    """Which hosts the job is to do without, in the words of its nodes."""
+    yield "# what sbatch was told to exclude, and what was left out since: kept while the job is in the queue"
+    yield "own="
+    yield "before="
+    yield """if [ -e "$job.excluded" ]; then { read -r own; read -r before; } < "$job.excluded"; fi"""
+    yield "# hosts that stand in avoided.jsonl, as each node found it at its end; without a word of any the list stays"
+    yield "avoided=$before"
+    yield "named=no"
+    yield 'for said in "$job"/left-out/*; do'
+    yield '  if [ -e "$said" ]; then avoided=; fi'
+    yield "done"
+    yield 'sort -u "$job"/left-out/* > "$job/avoided" 2> /dev/null'
+    yield "while read -r name; do"
+    yield '  if scontrol show node "$name" > /dev/null 2>&1; then'
+    yield '    avoided="$avoided${avoided:+,}$name"'
+    yield '    if grep -F -x -q -e "$name" "$job/hosts"; then named=yes; fi'
+    yield "  else"
+    yield '    echo "megaspec: $name of $run/avoided.jsonl is no node of this cluster, and is not left out" >&2'
+    yield "  fi"
+    yield 'done < "$job/avoided"'
+    yield "# a host is lost where it alone says nothing of its end, ranks of others missed its own, and none was killed"
+    yield "gone="
+    yield "while read -r name; do"
+    yield '  if [ ! -e "$job/ended/$name" ]; then gone="$gone${gone:+,}$name"; fi'
+    yield 'done < "$job/hosts"'
+    yield f'if [ "$code" -eq {HangError.exit_code} ] && [ -n "$gone" ] && [ "${{gone#*,}}" = "$gone" ] &&'
+    yield f'  grep -q -s {MISSED} "$job"/ended/* && ! grep -q -s {FAILED} "$job"/ended/*; then'
+    yield '  echo "megaspec: host $gone was lost; at the second time the run keeps away from it" >&2'
+    yield '  echo "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} $gone" > "$job.lost"'
+    yield "fi"
+    yield "again=no"
+
+
+def _back_without_hosts() -> Iterator[str]:
+    """Back into the queue, and then other hosts to leave out: SLURM changes them only of a job that waits, and does not
+    start a job again for some seconds. Where this shell is ended between the two, a node of the next start refuses."""
+    yield "    again=yes"
+    yield '    rm -rf "$job"'
+    yield """    if [ -n "$avoided" ]; then echo "megaspec: left out: $avoided ($run/avoided.jsonl says why)" >&2; fi"""
+    yield """    if [ "$avoided" != "$before" ] && [ ! -e "$job.excluded" ]; then"""
+    yield """      own=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\\([^ (]*\\).*/\\1/p')"""
+    yield "    fi"
+    yield "    # SLURM ends this shell when the job is back in the queue: not before what follows is done"
+    yield "    trap '' TERM"
+    yield """    if scontrol requeue "$SLURM_JOB_ID" && [ "$avoided" != "$before" ]; then"""
+    yield '      list="$own${own:+${avoided:+,}}$avoided"'
+    yield "      tries=0"
+    yield '      until scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$list"; do'
+    yield "        tries=$((tries + 1))"
+    yield f'        if [ "$tries" -eq {_TRIES} ]; then break; fi'
+    yield "        sleep 1"
+    yield "      done"
+    yield f'      if [ "$tries" -lt {_TRIES} ]; then'
+    yield r"""        printf '%s\n' "$own" "$avoided" > "$job.excluded" """.rstrip()
+    yield "      else"
+    yield '        scontrol hold "$SLURM_JOB_ID"'
+    yield '        echo "megaspec: SLURM does not leave out $list: the job is held. To go on, give" >&2'
+    yield '        echo "  scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$list" >&2'
+    yield '        echo "  scontrol release $SLURM_JOB_ID" >&2'
+    yield '        echo "or end it: scancel $SLURM_JOB_ID" >&2'
+    yield "      fi"
+    yield "    fi"

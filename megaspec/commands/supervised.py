@@ -53,6 +53,7 @@ from megaspec.launcher.heartbeat import read_heartbeat
 from megaspec.launcher.spec import LauncherSpec
 from megaspec.launcher.suspects import (
     AVOIDED,
+    HOST_FAILURES,
     Avoided,
     avoid,
     read_avoided,
@@ -70,8 +71,6 @@ from megaspec_launchers.restarts import HARDWARE, Ended, Verdict, decide
 from megaspec_launchers.signals import StopRequests
 
 INTERRUPTED = 130
-HOST_FAILURES = 2
-"""So many attempts that end with suspected hardware of no named device, and the run keeps away from their host."""
 SUPERVISE_HELP = "start the run again after failures, on the devices left (launcher.restarts, launcher.layouts)"
 _CUDA = "CUDA_VISIBLE_DEVICES"
 # Devices that the console names.

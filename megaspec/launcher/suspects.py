@@ -1,25 +1,36 @@
 """Who is suspected to compute wrongly: what ranks tell a supervisor, and what it keeps away from. Torch-free.
 
-    suspects.jsonl   {"attempt": 3, "ranks": [1], "why": "..."}; every rank that ends with 77 writes it
-    avoided.jsonl    {"host": "node1", "device": "2", "attempt": 3, "why": "..."}; the supervisor writes it
+    suspects.jsonl       {"attempt": 3, "ranks": [1], "why": "..."}; every rank that ends with 77 writes it
+    avoided.jsonl        {"host": "node1", "device": "2", "attempt": 3, "why": "..."}; the supervisor writes it, and the
+                         nodes of a job of several
+    failed_hosts.jsonl   {"host": "node1", "start": "4711-0", "why": "..."}; the nodes of a job of several write it
 
 A device that stands in avoided.jsonl is not used again by this run; delete its line, or the file, once it is mended. A
 `device` of null stands for the whole host. People edit that file: a line of it that can't be read is an error, since a
 slip would put what it names back into use.
 """
 
+import fcntl
 import json
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from megaspec.core.errors import Problem, RecipeError
-from megaspec.core.regular_files import append_line, read_inside
+from megaspec.core.regular_files import append_line, open_inside, read_inside
 
 SUSPECTS = "suspects.jsonl"
 AVOIDED = "avoided.jsonl"
+FAILED_HOSTS = "failed_hosts.jsonl"
+HOST_FAILURES = 2
+"""So many failures of a host, and a run keeps away from it."""
+LOCK_SECONDS = 5.0
+"""How long a node waits for another that writes the same file."""
 _LIMIT = 16 << 20
 _FORM = '{"host": "node1", "device": "2", "attempt": 3, "why": "..."}'
 
@@ -39,10 +50,16 @@ def tell_suspects(run_dir: Path, *, attempt: int, ranks: Sequence[int], why: str
     append_line(run_dir, SUSPECTS, json.dumps({"attempt": attempt, "ranks": list(ranks), "why": why}))
 
 
-def read_suspects(run_dir: Path, attempt: int) -> dict[int, str]:
-    """Rank -> why, of those that are suspected in an attempt."""
+def count_suspicions(run_dir: Path) -> int:
+    """How many lines tell of suspects by now. OSError."""
+    return len(_lines(run_dir, SUSPECTS))
+
+
+def read_suspects(run_dir: Path, attempt: int, *, after: int = 0) -> dict[int, str]:
+    """Rank -> why, of those that are suspected in an attempt. `after`: lines that were there before; each start of a
+    job counts its attempts anew. OSError."""
     found: dict[int, str] = {}
-    for line in _lines(run_dir, SUSPECTS):
+    for line in _lines(run_dir, SUSPECTS)[after:]:
         ranks = line.get("ranks")
         if line.get("attempt") != attempt or type(ranks) is not list:
             continue
@@ -55,6 +72,52 @@ def read_suspects(run_dir: Path, attempt: int) -> dict[int, str]:
 def avoid(run_dir: Path, what: Avoided) -> None:
     """Keeps a device away from the attempts that follow. OSError."""
     append_line(run_dir, AVOIDED, json.dumps(asdict(what)))
+
+
+def avoid_host(run_dir: Path, what: Avoided) -> bool:
+    """Keeps a whole host away from what follows: one line, however many nodes say so. -> whether it is new. OSError."""
+    with _only_writer(run_dir, AVOIDED):
+        if what.host in read_whole_avoided(run_dir).hosts:
+            return False
+        avoid(run_dir, what)
+    return True
+
+
+def tell_failed_host(run_dir: Path, host: str, *, start: str, why: str) -> None:
+    """Says that the ranks of a host failed in a start of a job, and not for others. OSError."""
+    with _only_writer(run_dir, FAILED_HOSTS):
+        append_line(run_dir, FAILED_HOSTS, json.dumps({"host": host, "start": start, "why": why}))
+
+
+def failures_of_host(run_dir: Path, host: str) -> dict[str, str]:
+    """Start of a job -> why, of those in which this host failed and no other one: where several fail at once, as they
+    do for a bug or with the power of a rack, none of them is to blame. OSError."""
+    hosts_of: dict[str, set[str]] = {}
+    why_of: dict[str, str] = {}
+    for line in _lines(run_dir, FAILED_HOSTS):
+        start = str(line.get("start", ""))
+        hosts_of.setdefault(start, set()).add(str(line.get("host", "")))
+        why_of.setdefault(start, str(line.get("why", "")))
+    return {start: why_of[start] for start, hosts in hosts_of.items() if hosts == {host}}
+
+
+@contextmanager
+def _only_writer(run_dir: Path, name: str) -> Iterator[None]:
+    """While entered, no other node writes this file, as far as file systems have locks. OSError: it can't be opened."""
+    fd = open_inside(run_dir, name, os.O_RDWR | os.O_CREAT)
+    give_up = time.monotonic() + LOCK_SECONDS
+    try:
+        while time.monotonic() < give_up:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:
+                break  # a file system without locks: a line may stand there twice, which says the same
+        yield
+    finally:
+        os.close(fd)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megaspec.commands.planned import cluster_target
@@ -53,21 +54,41 @@ def write_program(path: Path, text: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def write_slurm(folder: Path) -> Path:
-    """sbatch, srun, scontrol and python3 in a folder: what SLURM does with a job, on one machine.
+# Addresses of this machine, all of them: a job meets at the name of its first node.
+HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+
+
+def write_slurm(folder: Path, hosts: Sequence[str] = HOSTS) -> Path:
+    """sbatch, srun, scontrol and python3 in a folder: what SLURM does with a job, on one machine that is all `hosts`.
 
     srun starts a task for each node beside each other, returns the highest code, and writes its words to srun.json and
-    the tasks' process ids to tasks. sbatch keeps the script of stdin; scontrol writes what is requeued to requeued, and
-    says JOB_SAYS of the job.
+    the tasks' process ids to tasks. sbatch keeps the script of stdin. scontrol gives a job the first NODES (2) of the
+    hosts that it does not exclude, writes what is requeued to requeued, what is held to held and what is excluded to
+    excluded, and says JOB_SAYS of the job. As slurmctld it changes what is excluded only of a job that waits, and
+    knows its own nodes alone; a file `refuses` has it refuse all changes.
     """
     write_program(folder / "python3", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (folder / "hosts").write_text("".join(f"{host}\n" for host in hosts))
     write_program(
         folder / "scontrol",
         f"""#!/bin/sh
+cd "{folder}" || exit 1
+touch excluded
 case "$1 $2" in
-"show hostnames") echo 127.0.0.1 ;;
-"show job") echo "JobId=$3 JobState=COMPLETING $JOB_SAYS" ;;
-*) echo "$2" >> "{folder}/requeued" ;;
+"show hostnames") grep -F -x -v -f excluded hosts | head -n "${{NODES:-2}}" ;;
+"show node") grep -F -x -q -e "$3" hosts ;;
+"show job")
+  echo "JobId=$3 JobState=COMPLETING $JOB_SAYS"
+  echo "   ReqNodeList=(null) ExcNodeList=${{EXCLUDED:-(null)}}" ;;
+"requeue "*) echo "$2" >> requeued ;;
+"hold "*) echo "$2" >> held ;;
+"update JobId="*)
+  if [ ! -e requeued ] || [ -e refuses ]; then
+    echo "Job is no longer pending execution for job ${{2#JobId=}}" >&2
+    exit 1
+  fi
+  echo "${{3#ExcNodeList=}}" | tr , "\\n" > excluded ;;
+*) exit 1 ;;
 esac
 """,
     )
@@ -97,8 +118,9 @@ if os.environ.get("TELLS_THE_SHELL"):
 if os.environ.get("ONLY_DUMP"):
     sys.exit(int(os.environ["ONLY_DUMP"]))
 tasks = []
+hosts = subprocess.run(["scontrol", "show", "hostnames", "x"], stdout=subprocess.PIPE, text=True).stdout.split()
 for node in range(int(options["--nodes"])):
-    environment = os.environ | {{"SLURM_NODEID": str(node), "SLURM_PROCID": str(node)}}
+    environment = os.environ | {{"SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURMD_NODENAME": hosts[node]}}
     tasks.append(subprocess.Popen(words, env=environment))
 with open({folder!r} + "/tasks", "w") as file:
     file.write(" ".join(str(task.pid) for task in tasks))

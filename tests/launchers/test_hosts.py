@@ -14,6 +14,7 @@ import pytest
 
 from megaspec.cli import main
 from megaspec.launcher.exit_file import read_exit
+from megaspec.launcher.suspects import failures_of_host
 from megaspec_launchers import slurm
 from megaspec_launchers.recipe_file import NAME, recipe_of_job
 from tests.launchers.jobs import ROOT, slurm_environment, spec_of, write_program, write_slurm
@@ -105,15 +106,11 @@ def srun_of_hosts(programs: Path) -> None:
     assert before in text
     prefix = f'["ip", "netns", "exec", {HOSTS!r}[node], *words]'
     write_program(programs / "srun", text.replace(before, f"subprocess.Popen({prefix}, env=environment)"))
-    write_program(
-        programs / "scontrol",
-        f'#!/bin/sh\nif [ "$1" = show ]; then echo {ADDRESSES[0]}; else echo "$2" >> "{programs}/requeued"; fi\n',
-    )
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_job_loses_a_host_and_goes_on_when_it_is_back(hosts, here, lost, tell):
-    programs = write_slurm(here / "bin")
+    programs = write_slurm(here / "bin", ADDRESSES)
     srun_of_hosts(programs)
     script = slurm.render(job_spec(200))
     environment = slurm_environment(programs)
@@ -132,12 +129,15 @@ def test_a_job_loses_a_host_and_goes_on_when_it_is_back(hosts, here, lost, tell)
     run = here / "runs" / "hello"
     # a rank of the host that is left wrote it
     assert read_exit(run).code == 74
+    assert f"host {ADDRESSES[lost]} was lost" in output.read_text()
     ip("-n", hosts[lost], "link", "set", "eth0", "up")
     done = subprocess.run(
         ["bash", "-c", script], cwd=here, env=environment | {"SLURM_RESTART_COUNT": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_exit(run).code == 0
+    assert list(failures_of_host(run, ADDRESSES[lost])) == ["4711-0"]
+    assert failures_of_host(run, ADDRESSES[1 - lost]) == {}
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     assert steps[-1] == 200
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from megaspec.cli import main
 from megaspec.core.errors import RecipeError
 from megaspec.launcher.exit_file import read_exit
+from megaspec.launcher.suspects import read_avoided
 from megaspec_launchers import slurm
 from megaspec_launchers.recipe_file import NAME, recipe_of_job
 from tests.launchers.jobs import ON_CPU, SLURM, slurm_environment, spec_of, with_fields, write_program, write_slurm
@@ -311,6 +312,7 @@ def test_ranks_of_several_nodes_share_a_secret(programs, tmp_path):
         (137, 0, 74, True),
         (1, 0, 70, False),
         (64, 0, 64, False),
+        # no node has named a host
         (77, 0, 77, False),
     ],
 )
@@ -347,6 +349,135 @@ def test_a_task_of_an_array_trains_its_own_run(programs, tmp_path):
         run_script(array(), programs, tmp_path, ONLY_DUMP="0", SLURM_ARRAY_TASK_ID=str(number))
         assert f"--run-dir=runs/{number}" in json.loads((programs / "srun.json").read_text())["command"]
     assert run_script(array(), programs, tmp_path, ONLY_DUMP="0", SLURM_ARRAY_TASK_ID="3").returncode == 64
+
+
+# ---- hosts that are left out
+
+
+def end_with(text: str, words: str, code: int) -> str:
+    """The script with a step that is this, in place of srun."""
+    before, _, after = text.partition("\nsrun ")
+    return f"{before}\n{words}\ncode={code}\n{after.partition('code=$?')[2]}"
+
+
+def said_of_hosts(*names: str, ended: str = "missed") -> str:
+    """What nodes that all end leave in the job's folder."""
+    listed = "".join(f"{name}\\n" for name in names)
+    words = [f"""printf '{listed}' > "$job/left-out/$name\"""", f'echo {ended} > "$job/ended/$name"']
+    return f'for name in $(cat "$job/hosts"); do {"; ".join(words)}; done'
+
+
+@pytest.fixture
+def slurm_here(tmp_path) -> tuple[Path, Path]:
+    """Programs of a scheduler that has seen no job yet, and a folder to submit from."""
+    (tmp_path / "here").mkdir()
+    return write_slurm(tmp_path / "bin"), tmp_path / "here"
+
+
+def excluded(programs: Path) -> list[str]:
+    return (programs / "excluded").read_text().split()
+
+
+@pytest.mark.parametrize("code", [74, 75, 77])
+def test_hosts_are_left_out_as_the_job_goes_back(slurm_here, code):
+    """And let in again once their line is deleted; what sbatch was told to exclude stays so."""
+    programs, here = slurm_here
+    text = slurm.render(plain_spec())
+    script = end_with(text, said_of_hosts("127.0.0.2"), code)
+    done = run_script(script, programs, here, EXCLUDED="old[1-2]")
+    assert done.returncode == code, done.stderr
+    assert (programs / "requeued").read_text().split() == ["4711"]
+    assert excluded(programs) == ["old[1-2]", "127.0.0.2"]
+    assert "left out: 127.0.0.2 (runs/hello/avoided.jsonl says why)" in done.stderr
+    assert [path.name for path in here.iterdir()] == [".megaspec-job-4711.excluded"]
+    # nothing new: SLURM keeps its list
+    (programs / "refuses").touch()
+    script = end_with(text, said_of_hosts("127.0.0.2"), 75)
+    done = run_script(script, programs, here, EXCLUDED="old[1-2],127.0.0.2", SLURM_RESTART_COUNT="1")
+    assert done.returncode == 75
+    assert not (programs / "held").exists()
+    (programs / "refuses").unlink()
+    # no node had time to say anything: neither
+    run_script(end_with(text, ":", 75), programs, here, SLURM_RESTART_COUNT="2")
+    assert excluded(programs) == ["old[1-2]", "127.0.0.2"]
+    run_script(end_with(text, said_of_hosts(), 75), programs, here, SLURM_RESTART_COUNT="3")
+    assert excluded(programs) == ["old[1-2]"]
+    # a job that is done leaves nothing
+    run_script(end_with(text, said_of_hosts(), 0), programs, here, SLURM_RESTART_COUNT="4")
+    assert list(here.iterdir()) == []
+
+
+def test_where_slurm_leaves_no_host_out_the_job_is_held(slurm_here):
+    programs, here = slurm_here
+    (programs / "refuses").touch()
+    text = slurm.render(plain_spec()).replace("sleep 1", "sleep 0")
+    done = run_script(end_with(text, said_of_hosts("127.0.0.1"), 77), programs, here)
+    assert done.returncode == 77
+    assert (programs / "held").read_text().split() == ["4711"]
+    assert "SLURM does not leave out 127.0.0.1: the job is held" in done.stderr
+    assert "scontrol update JobId=4711 ExcNodeList=127.0.0.1\n  scontrol release 4711" in done.stderr
+    assert excluded(programs) == []
+
+
+@pytest.mark.parametrize("name", ["127.0.0.3", "elsewhere.example"])
+def test_77_without_a_host_of_the_job_ends_it(slurm_here, name):
+    """One that is left out already does not help, nor does one that the cluster does not have."""
+    programs, here = slurm_here
+    done = run_script(end_with(slurm.render(plain_spec()), said_of_hosts(name), 77), programs, here)
+    assert done.returncode == 77
+    assert "no host of the job can be named, which stays ended" in done.stderr
+    assert not (programs / "requeued").exists()
+    assert ("elsewhere.example of runs/hello/avoided.jsonl is no node" in done.stderr) == (name != "127.0.0.3")
+
+
+def test_restarts_after_77_are_counted(slurm_here):
+    programs, here = slurm_here
+    script = end_with(slurm.render(plain_spec()), said_of_hosts("127.0.0.1"), 77)
+    done = run_script(script, programs, here, SLURM_RESTART_COUNT="100")
+    assert done.returncode == 77
+    assert "after 100 restarts" in done.stderr
+    assert not (programs / "requeued").exists()
+    assert list(here.iterdir()) == []
+
+
+def test_a_signal_that_ends_the_script_comes_too_late(slurm_here):
+    """SLURM sends SIGTERM to all that the script has started as soon as the job is back in the queue."""
+    programs, here = slurm_here
+    scontrol = (programs / "scontrol").read_text()
+    for case, signalled in (('"requeue "*)', "kill $PPID;"), ('"update JobId="*)', "kill $$")):
+        assert case in scontrol
+        scontrol = scontrol.replace(case, f"{case} {signalled}")
+    write_program(programs / "scontrol", scontrol)
+    done = run_script(end_with(slurm.render(plain_spec()), said_of_hosts("127.0.0.1"), 77), programs, here)
+    assert done.returncode == 77
+    assert excluded(programs) == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("without", "ended", "code", "lost"),
+    [
+        (["127.0.0.2"], "missed", 74, "4711-3 127.0.0.2"),
+        # its ranks were killed: that is why the other one, whose ranks hang, was ended by srun
+        (["127.0.0.2"], "failed", 74, None),
+        (["127.0.0.2"], "stopped", 74, None),
+        (["127.0.0.2"], "missed", 75, None),
+        (["127.0.0.1", "127.0.0.2"], "missed", 74, None),
+        ([], "missed", 74, None),
+    ],
+)
+def test_a_host_that_leaves_no_word_is_lost(slurm_here, without, ended, code, lost):
+    programs, here = slurm_here
+    words = said_of_hosts(ended=ended) + "".join(f'; rm "$job"/*/{name}' for name in without)
+    text = slurm.render(plain_spec())
+    done = run_script(end_with(text, words, code), programs, here, SLURM_RESTART_COUNT="3")
+    assert done.returncode == code
+    assert ("was lost" in done.stderr) == (lost is not None)
+    # the next start hears of it, and the one after that no more
+    for restarts, expected in (("4", lost), ("5", None)):
+        run_script(text, programs, here, ONLY_DUMP="75", SLURM_RESTART_COUNT=restarts)
+        command = json.loads((programs / "srun.json").read_text())["command"]
+        assert f"--lost={expected or ''}" in command
+        assert f"--restarts={restarts}" in command
 
 
 # ---- the command
@@ -530,6 +661,109 @@ def test_a_job_of_two_nodes_is_stopped_and_goes_on(here, capsys, corpus, program
     assert read_exit(run).code == 0
     assert yaml.safe_load((run / "spec.json").read_text())["world_size"] == 2
     assert not list(here.glob(".megaspec-job-*"))
+
+
+# What ranks find as sitecustomize: they fail as plan.json says for the start of the job and the host that they are on.
+PLANTED = """
+import json, os
+from pathlib import Path
+
+def fault():
+    if what == "kill":
+        faults.kill_self()
+    raise HardwareError("planted: computes wrongly", ranks=what)
+
+if "RANK" in os.environ:
+    plan = json.loads(Path(os.environ["PLAN"]).read_text())
+    what = plan.get(os.environ["SLURM_RESTART_COUNT"], {}).get(os.environ["SLURMD_NODENAME"])
+    if what is not None:
+        from megaspec.core import faults
+        from megaspec.core.errors import HardwareError
+        faults.arm("step", fault, count=6)
+"""
+
+
+class Cluster:
+    """A job of SLURM, started again and again as its queue would, on hosts that fail as planned."""
+
+    def __init__(self, folder: Path, programs: Path, script: str, plan: dict[str, dict[str, object]]):
+        self.folder = folder
+        self.programs = programs
+        self.script = script
+        (folder / "planted").mkdir()
+        (folder / "planted" / "sitecustomize.py").write_text(PLANTED)
+        (folder / "plan.json").write_text(json.dumps(plan))
+
+    def start(self, restarts: int, **more: str) -> subprocess.CompletedProcess[str]:
+        """One start, up to its end."""
+        (self.programs / "requeued").unlink(missing_ok=True)
+        sources = slurm_environment(self.programs)["PYTHONPATH"]
+        more |= {"PYTHONPATH": f"{self.folder}/planted{os.pathsep}{sources}", "PLAN": f"{self.folder}/plan.json"}
+        return run_script(self.script, self.programs, self.folder, SLURM_RESTART_COUNT=str(restarts), **more)
+
+    @property
+    def is_queued(self) -> bool:
+        return (self.programs / "requeued").exists() and not (self.programs / "held").exists()
+
+
+def samples_once(run: Path, *, steps: int) -> None:
+    """Every step stands in the metrics once, with samples of its own."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    taken = [(line["first_sample"], line["samples"]) for line in lines if line["event"] == "step"]
+    assert taken == [(4 * step, 4 * step + 4) for step in range(steps)]
+
+
+def job_of_two(capsys, *words: str) -> str:
+    shape = ["launcher=slurm", "launcher.nodes=2", *ON_CPU, *TINY, "train.steps=12", "checkpoint.every=4"]
+    assert main(["train", "recipe=hello", *shape, *words, "--print"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_without_the_host_that_computes_wrongly(here, capsys, corpus):
+    programs = write_slurm(here / "bin")
+    # whatever finds it, all ranks say the same
+    plan = {"0": {"127.0.0.1": [1], "127.0.0.2": [1]}}
+    cluster = Cluster(here, programs, job_of_two(capsys), plan)
+    run = here / "runs" / "hello"
+    done = cluster.start(0)
+    assert done.returncode == 77, done.stdout + done.stderr
+    assert cluster.is_queued
+    (avoided,) = read_avoided(run).entries
+    assert (avoided.host, avoided.device, avoided.attempt) == ("127.0.0.2", None, 0)
+    assert avoided.why == "rank 1: planted: computes wrongly"
+    assert excluded(programs) == ["127.0.0.2"]
+    done = cluster.start(1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_exit(run).code == 0
+    samples_once(run, steps=12)
+    # a job that is submitted by hand later, on the same hosts
+    (programs / "excluded").write_text("")
+    done = cluster.start(0, SLURM_JOB_ID="4712")
+    assert done.returncode == 77, done.stdout + done.stderr
+    assert "keeps away from host 127.0.0.2 (rank 1: planted: computes wrongly); no rank was started" in done.stderr
+    assert cluster.is_queued
+    assert excluded(programs) == ["127.0.0.2"]
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_without_a_host_that_fails_twice(here, capsys, corpus):
+    programs = write_slurm(here / "bin")
+    plan = {restarts: {"127.0.0.1": "kill"} for restarts in ("0", "1")}
+    cluster = Cluster(here, programs, job_of_two(capsys), plan)
+    run = here / "runs" / "hello"
+    for restarts in (0, 1):
+        assert excluded(programs) == [] if restarts else not (programs / "excluded").exists()
+        done = cluster.start(restarts)
+        assert done.returncode == 74, done.stdout + done.stderr
+        assert cluster.is_queued
+    (avoided,) = read_avoided(run).entries
+    assert (avoided.host, avoided.attempt) == ("127.0.0.1", 1)
+    assert "failed 2 times, the last: rank 0 was killed by SIGKILL" in avoided.why
+    assert excluded(programs) == ["127.0.0.1"]
+    done = cluster.start(2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples_once(run, steps=12)
 
 
 NO_JOB = ("launcher=slurm", "launcher.hardware=cpu", "launcher.ranks_per_node=1")

@@ -27,6 +27,11 @@ mkdir -p "$job/recipes" || exit 73
 # by it ranks know what another rank wrote where they meet; another one in each start of the job
 (umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d " \n" > "$job/secret") || exit 73
 export MEGASPEC_RUN_SECRET_FILE="$job/secret"
+# what nodes say of their hosts; see megaspec_launchers/job_hosts.py
+mkdir -p "$job/nodes" "$job/ended" "$job/left-out" || exit 73
+scontrol show hostnames "$SLURM_JOB_NODELIST" > "$job/hosts"
+lost=$(cat "$job.lost" 2> /dev/null)
+rm -f "$job.lost"
 
 run=runs/hello
 cat > "$job/recipes/of-this-job.yaml" <<'END-OF-RECIPE' || exit 73
@@ -291,22 +296,80 @@ srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=180 --
   /images/megaspec.sif \
   python3 -P -m megaspec_launchers.node --nodes=2 --ranks=8 --rank-from=SLURM_NODEID --grace=120 \
   --host="$host" --port="$port" --job="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --run-dir="$run" \
+  --job-dir="$job" --host-from=SLURMD_NODENAME --restarts="${SLURM_RESTART_COUNT:-0}" --lost="$lost" \
   -- train --config-dir "$job" recipe=of-this-job resume=auto
 code=$?
 
 # of a task that was killed srun tells 128 and the signal; Python tells 1 of what it could not even begin
 if [ "$code" -ge 128 ]; then code=74; elif [ "$code" -eq 1 ]; then code=70; fi
+# what sbatch was told to exclude, and what was left out since: kept while the job is in the queue
+own=
+before=
+if [ -e "$job.excluded" ]; then { read -r own; read -r before; } < "$job.excluded"; fi
+# hosts that stand in avoided.jsonl, as each node found it at its end; without a word of any the list stays
+avoided=$before
+named=no
+for said in "$job"/left-out/*; do
+  if [ -e "$said" ]; then avoided=; fi
+done
+sort -u "$job"/left-out/* > "$job/avoided" 2> /dev/null
+while read -r name; do
+  if scontrol show node "$name" > /dev/null 2>&1; then
+    avoided="$avoided${avoided:+,}$name"
+    if grep -F -x -q -e "$name" "$job/hosts"; then named=yes; fi
+  else
+    echo "megaspec: $name of $run/avoided.jsonl is no node of this cluster, and is not left out" >&2
+  fi
+done < "$job/avoided"
+# a host is lost where it alone says nothing of its end, ranks of others missed its own, and none was killed
+gone=
+while read -r name; do
+  if [ ! -e "$job/ended/$name" ]; then gone="$gone${gone:+,}$name"; fi
+done < "$job/hosts"
+if [ "$code" -eq 74 ] && [ -n "$gone" ] && [ "${gone#*,}" = "$gone" ] &&
+  grep -q -s missed "$job"/ended/* && ! grep -q -s failed "$job"/ended/*; then
+  echo "megaspec: host $gone was lost; at the second time the run keeps away from it" >&2
+  echo "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} $gone" > "$job.lost"
+fi
+again=no
 case "$code" in
-74|75)
+74|75|77)
   # SLURM would requeue a job that is cancelled, too; one whose time is over, or that is preempted, goes on
   if [ "$ended" = yes ] && ! scontrol show job "$SLURM_JOB_ID" | grep -E -q 'Reason=TimeLimit|PreemptTime=[0-9]'; then
     echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2
+  elif [ "$code" -eq 77 ] && [ "$named" = no ]; then
+    echo "megaspec: exit code $code: no host of the job can be named, which stays ended" >&2
   elif [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then
     echo "megaspec: exit code $code: the job goes back into the queue" >&2
+    again=yes
     rm -rf "$job"
-    scontrol requeue "$SLURM_JOB_ID"
+    if [ -n "$avoided" ]; then echo "megaspec: left out: $avoided ($run/avoided.jsonl says why)" >&2; fi
+    if [ "$avoided" != "$before" ] && [ ! -e "$job.excluded" ]; then
+      own=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ (]*\).*/\1/p')
+    fi
+    # SLURM ends this shell when the job is back in the queue: not before what follows is done
+    trap '' TERM
+    if scontrol requeue "$SLURM_JOB_ID" && [ "$avoided" != "$before" ]; then
+      list="$own${own:+${avoided:+,}}$avoided"
+      tries=0
+      until scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$list"; do
+        tries=$((tries + 1))
+        if [ "$tries" -eq 5 ]; then break; fi
+        sleep 1
+      done
+      if [ "$tries" -lt 5 ]; then
+        printf '%s\n' "$own" "$avoided" > "$job.excluded"
+      else
+        scontrol hold "$SLURM_JOB_ID"
+        echo "megaspec: SLURM does not leave out $list: the job is held. To go on, give" >&2
+        echo "  scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$list" >&2
+        echo "  scontrol release $SLURM_JOB_ID" >&2
+        echo "or end it: scancel $SLURM_JOB_ID" >&2
+      fi
+    fi
   else
     echo "megaspec: exit code $code after 100 restarts (launcher.max_restarts)" >&2
   fi ;;
 esac
+if [ "$again" = no ]; then rm -f "$job.lost" "$job.excluded"; fi
 exit "$code"
