@@ -86,7 +86,7 @@ def launch(
         own_factory = RankFactory((*PRELOADED, entry_module), threads=threads_of_a_rank(ranks))
         factory = own_factory
     try:
-        with StopRequests() as stop, tempfile.TemporaryDirectory(prefix="megaspec-", dir=meeting) as folder:
+        with StopRequests() as stop, _meeting_folder(meeting) as folder:
             for restart in range(max_restarts + 1):
                 attempt = first_attempt + restart
                 keywords = {
@@ -117,6 +117,11 @@ def launch(
     finally:
         if own_factory is not None:
             own_factory.close()
+
+
+def _meeting_folder(where: str | None) -> tempfile.TemporaryDirectory[str]:
+    """Where ranks meet; what can't be removed of it in the end costs nothing."""
+    return tempfile.TemporaryDirectory(prefix="megaspec-", dir=where, ignore_cleanup_errors=True)
 
 
 def threads_of_a_rank(ranks: int) -> int:
