@@ -399,13 +399,16 @@ class _Attempt:
             self.factory.signal(pid, signal.SIGKILL, group=True)
 
     def _log_sizes(self) -> list[int]:
-        return [os.fstat(log).st_size for log in self.logs]
+        return [_size(log) for log in self.logs]
 
     def _written(self, rank: int, *, since: int, most: int = STACK_BYTES) -> str:
         """The end of what a rank has written to its log since it had `since` bytes."""
         log = self.logs[rank]
-        start = max(since, os.fstat(log).st_size - most)
-        return os.pread(log, most, start).decode(errors="replace")
+        start = max(since, _size(log) - most)
+        try:
+            return os.pread(log, most, start).decode(errors="replace")
+        except OSError:
+            return ""  # a failing disk costs the text
 
     def _copy(self, pipe: int) -> bool:
         """What rank 0 wrote to stderr, to its log and to this stderr. -> False when nothing more can come."""
@@ -500,6 +503,14 @@ def _open_logs(run_dir: str, ranks: int) -> list[int]:
         remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "remove it, make it writable"
         raise WriteError(f"{error.filename}: {error.strerror}; {remedy} or choose another run_dir") from None
     return logs
+
+
+def _size(log: int) -> int:
+    """Bytes of a log; 0 where a failing disk doesn't say."""
+    try:
+        return os.fstat(log).st_size
+    except OSError:
+        return 0
 
 
 def _log_name(rank: int | str) -> str:

@@ -105,7 +105,8 @@ _MOST_REPORTS = 8
 def together(comm: Comm, action: Callable[[], T]) -> list[T]:
     """Run `action` on every rank and return every rank's result (JSON), or raise on every rank when it failed on one.
 
-    An error of a disk is raised as WriteError. A rank that fails in another way than with a MegaspecError still tells the others before its own error goes on.
+    An error of a disk is raised as WriteError. A rank that fails in another way than with a MegaspecError still
+    tells the others before its own error goes on.
     """
     outcome = UNTOLD
     try:

@@ -396,8 +396,8 @@ def warn(spec: Spec, target: Target) -> None:
 
 
 def step_saved(folder: Path) -> int:
-    """As `newest_step`, for who writes down how a start or an attempt ended: that a failing disk doesn't let checkpoints
-    be looked at is told, and changes no end. The step is then the one that was written down last."""
+    """As `newest_step`, for who writes down how a start or an attempt ended: that a failing disk doesn't let
+    checkpoints be looked at is told, and changes no end. The step is then the one that was written down last."""
     try:
         return newest_step(folder)
     except MegaspecError as error:

@@ -389,8 +389,8 @@ class Supervisor:
         return verdict
 
     def _look_at_run(self) -> tuple[int, Spec]:
-        """The newest step that is saved, and the Spec. What a failing disk doesn't let be read now is as it was: whether
-        the run can go on is for the next attempt to find."""
+        """The newest step that is saved, and the Spec. What a failing disk doesn't let be read now is as it was:
+        whether the run can go on is for the next attempt to find."""
         try:
             return newest_step(self.folder), read_run(self.folder).spec
         except MegaspecError as error:

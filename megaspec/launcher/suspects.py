@@ -3,9 +3,9 @@
     suspects.jsonl   {"attempt": 3, "ranks": [1], "why": "..."}; every rank that ends with 77 writes it
     avoided.jsonl    {"host": "node1", "device": "2", "attempt": 3, "why": "..."}; the supervisor writes it
 
-A device that stands in avoided.jsonl is not used again by this run; delete its line, or the file, once it is mended. A
-`device` of null stands for the whole host. People edit that file: a line of it that can't be read is an error, since a
-slip would put what it names back into use.
+A device that stands in avoided.jsonl is not used again by this run; delete its line, or the file, once it is mended.
+A `device` of null stands for the whole host; a number is counted as in RUN/devices. People edit that file: a line of
+it that can't be read is an error, since a slip would put what it names back into use.
 """
 
 import json

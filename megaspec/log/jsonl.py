@@ -206,10 +206,13 @@ def _ended_at(path: Path) -> float | None:
         fd = open_inside(path.parent, path.name)
     except OSError:
         return None
-    with open(fd, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - MAX_LINE))
-        lines = file.read(MAX_LINE).splitlines()
+    try:
+        with open(fd, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MAX_LINE))
+            lines = file.read(MAX_LINE).splitlines()
+    except OSError:
+        return None
     if not lines:
         return None
     try:

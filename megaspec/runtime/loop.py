@@ -18,8 +18,8 @@ from megaspec.checkpoint.comm import Comm, on_first
 from megaspec.checkpoint.copier import Copier, Tidying
 from megaspec.checkpoint.examine import Inspect, newest_whole
 from megaspec.checkpoint.fallback import adopt, file_elsewhere, is_own_place, put_aside_from, refuse_unwritable
-from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.files import DiskError
+from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.remote import Found, Identity
 from megaspec.checkpoint.retention import kept, kept_beside_newest
