@@ -153,10 +153,14 @@ class RunLock:
 
     @classmethod
     def held(cls, run_dir: Path | str, token: int) -> Self:
-        """The lock of a run that this process's launcher holds under `token`: to `check`, not to release."""
+        """The lock of a run that this process's launcher holds under `token`: to `check`, not to
+        release. WriteError."""
         lock = cls(run_dir)
         lock._token = token
-        lock._record = lock._read(f"{token:08d}.json")
+        try:
+            lock._record = lock._record_of(token)
+        except OSError as error:
+            raise write_failure(lock.folder, error) from None
         return lock
 
     @property
