@@ -8,7 +8,6 @@ if __name__ == "__main__":
     leave_on_request(sys.argv[1:])  # first of all: what follows takes seconds to import
 
 import argparse
-import errno
 import json
 import os
 import re
@@ -44,6 +43,8 @@ from megaspec.commands import (
 )
 from megaspec.core.errors import MegaspecError, RecipeError, WriteError
 from megaspec.core.problems import did_you_mean
+from megaspec.core.regular_files import DISK_ERRORS, disk_failure
+from megaspec.core.standard_error import survive_full_disk
 from megaspec.plugins import load, take_flags
 
 INTERRUPTED_EXIT = 130
@@ -77,9 +78,6 @@ COMMANDS: dict[str, ModuleType] = {
     "completion": completion,
     "sweep": sweep,
 }
-
-# A full disk, a quota, a limit on the size of files: behind `> FILE`, since commands tell of their own files.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,10 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return code or INTERRUPTED_EXIT
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in DISK_ERRORS:
             raise
-        _drop_output()
-        print(f"megaspec: {error.filename or 'its output'} can't be written: {error.strerror}", file=sys.stderr)
+        # commands tell of their own files: what has no name is behind `> FILE`
+        failure = disk_failure(error)
+        if error.filename is None:
+            _drop_output()
+            failure = WriteError(f"its output can't be written: {error.strerror}")
+        print(f"megaspec: {failure}", file=sys.stderr)
         return code or WriteError.exit_code
 
 
@@ -193,4 +195,5 @@ def _unknown_words(words: list[str], command: argparse.ArgumentParser) -> str:
 
 
 if __name__ == "__main__":
+    survive_full_disk()
     sys.exit(main())

@@ -45,7 +45,7 @@ from megaspec.core.errors import (
 from megaspec.core.faults import failpoint
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import one_of, show
-from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
+from megaspec.core.regular_files import check_kinds, disk_failure, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import is_no_room, publish, write_atomically, write_error
 from megaspec.data.kept_room import ROOM, keep_room, write_into_room
 from megaspec.data.spec import IndexedSpec
@@ -112,7 +112,22 @@ def is_run(folder: Path) -> bool:
     # room that is kept in a run's folder is called as the files that will be written over it
     if folder.name == ROOM:
         return False
-    return os.path.lexists(folder / SPEC) and not os.path.lexists(folder / FORKING)
+    return _is_there(folder / SPEC) and not _is_there(folder / FORKING)
+
+
+def _is_there(path: Path) -> bool:
+    """WriteError: a failing disk doesn't say. Who took that for a no would make a run where one is, or find none."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        failure = disk_failure(error)
+        if failure is not None:
+            raise failure from None
+        return False
+    except ValueError:
+        # a NUL in it, or what no encoding has
+        return False
+    return True
 
 
 def refuse_unfinished_fork(folder: Path) -> None:
@@ -120,7 +135,7 @@ def refuse_unfinished_fork(folder: Path) -> None:
 
     RunLockedError: it is being made. CheckpointError: that was interrupted. RecipeError: as `refuse_links`.
     """
-    if not os.path.lexists(folder / FORKING):
+    if not _is_there(folder / FORKING):
         return
     refuse_links(folder)
     source, what = _begun_fork(folder)
@@ -157,8 +172,11 @@ def refuse_links(folder: Path) -> None:
         raise refused(error) from None
 
 
-def refused(error: OSError) -> RecipeError:
+def refused(error: OSError) -> RecipeError | WriteError:
     """What to raise for a file of a run's folder that can't be opened as one."""
+    failure = disk_failure(error)
+    if failure is not None:
+        return failure
     name = Path(error.filename or "").name
     way_out = "put a file of its own in its place"
     if name in (CHECKPOINTS, LOGS, TENSORBOARD):
@@ -581,6 +599,9 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         content = parse_json(read_inside(folder, name, limit=MAX_BYTES))
     except OSError as error:
+        failure = disk_failure(error)
+        if failure is not None:
+            raise failure from None
         raise _unreadable(folder / name, error.strerror) from None
     except ValueError as error:
         raise _unreadable(folder / name, error) from None

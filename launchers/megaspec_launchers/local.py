@@ -86,7 +86,7 @@ def launch(
         own_factory = RankFactory((*PRELOADED, entry_module), threads=threads_of_a_rank(ranks))
         factory = own_factory
     try:
-        with StopRequests() as stop, tempfile.TemporaryDirectory(prefix="megaspec-", dir=meeting) as folder:
+        with StopRequests() as stop, _meeting_folder(meeting) as folder:
             for restart in range(max_restarts + 1):
                 attempt = first_attempt + restart
                 keywords = {
@@ -117,6 +117,11 @@ def launch(
     finally:
         if own_factory is not None:
             own_factory.close()
+
+
+def _meeting_folder(where: str | None) -> tempfile.TemporaryDirectory[str]:
+    """Where ranks meet; what can't be removed of it in the end costs nothing."""
+    return tempfile.TemporaryDirectory(prefix="megaspec-", dir=where, ignore_cleanup_errors=True)
 
 
 def threads_of_a_rank(ranks: int) -> int:
@@ -394,13 +399,16 @@ class _Attempt:
             self.factory.signal(pid, signal.SIGKILL, group=True)
 
     def _log_sizes(self) -> list[int]:
-        return [os.fstat(log).st_size for log in self.logs]
+        return [_size(log) for log in self.logs]
 
     def _written(self, rank: int, *, since: int, most: int = STACK_BYTES) -> str:
         """The end of what a rank has written to its log since it had `since` bytes."""
         log = self.logs[rank]
-        start = max(since, os.fstat(log).st_size - most)
-        return os.pread(log, most, start).decode(errors="replace")
+        start = max(since, _size(log) - most)
+        try:
+            return os.pread(log, most, start).decode(errors="replace")
+        except OSError:
+            return ""  # a failing disk costs the text
 
     def _copy(self, pipe: int) -> bool:
         """What rank 0 wrote to stderr, to its log and to this stderr. -> False when nothing more can come."""
@@ -495,6 +503,14 @@ def _open_logs(run_dir: str, ranks: int) -> list[int]:
         remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "remove it, make it writable"
         raise WriteError(f"{error.filename}: {error.strerror}; {remedy} or choose another run_dir") from None
     return logs
+
+
+def _size(log: int) -> int:
+    """Bytes of a log; 0 where a failing disk doesn't say."""
+    try:
+        return os.fstat(log).st_size
+    except OSError:
+        return 0
 
 
 def _log_name(rank: int | str) -> str:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaspec.core.errors import HardwareError, RecipeError, printable
+from megaspec.core.standard_error import survive_full_disk
 from megaspec.launcher.exit_file import Exit, read_exit
 from megaspec.launcher.memory_kills import memory_kills
 from megaspec_launchers.job_hosts import JobHosts
@@ -342,4 +343,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    survive_full_disk()
     sys.exit(main())

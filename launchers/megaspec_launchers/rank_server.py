@@ -158,6 +158,7 @@ def run(job: Job) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     faulthandler.enable()
     # imported here, not at the top: the server learns its search path from the first message
+    importlib.import_module("megaspec.core.standard_error").survive_full_disk()
     importlib.import_module("megaspec.launcher.stop").watch_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     errors = importlib.import_module("megaspec.core.errors")

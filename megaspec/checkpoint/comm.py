@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megaspec.checkpoint.failures import KINDS, UNTOLD, failure_of
 from megaspec.core import counted
 from megaspec.core.errors import MegaspecError
+from megaspec.core.regular_files import disk_failure
 
 T = TypeVar("T")
 
@@ -104,13 +105,20 @@ _MOST_REPORTS = 8
 def together(comm: Comm, action: Callable[[], T]) -> list[T]:
     """Run `action` on every rank and return every rank's result (JSON), or raise on every rank when it failed on one.
 
-    A rank that fails in another way than with a MegaspecError still tells the others before its own error goes on.
+    An error of a disk is raised as WriteError. A rank that fails in another way than with a MegaspecError still
+    tells the others before its own error goes on.
     """
     outcome = UNTOLD
     try:
         outcome = {"value": action()}
     except MegaspecError as error:
         outcome = failure_of(error)
+    except OSError as error:
+        # a disk that is full or fails on one rank, wherever that is met, is every rank's affair
+        failure = disk_failure(error)
+        if failure is None:
+            raise
+        outcome = failure_of(failure)
     finally:
         # also while an error of another kind is on its way: the others would wait here for ever
         outcomes = comm.gather(outcome)

@@ -66,7 +66,11 @@ def open_stored(folder: Path, folder_fd: int, file: StoredFile) -> int:
         raise
     except CheckpointError as error:
         raise CheckpointError(f"{error}, expected {file.bytes} bytes") from None
-    size = os.fstat(fd).st_size
+    try:
+        size = os.fstat(fd).st_size
+    except OSError as error:
+        os.close(fd)
+        raise read_failure(folder / file.name, error) from None
     if size != file.bytes:
         os.close(fd)
         raise CheckpointError(f"{folder / file.name}: expected {file.bytes} bytes, found {size}")

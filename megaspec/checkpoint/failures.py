@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megaspec.checkpoint.files import UnreadableError
+from megaspec.checkpoint.files import DiskError, UnreadableError
 from megaspec.core.errors import (
     CheckpointError,
     MegaspecError,
@@ -15,6 +15,7 @@ from megaspec.core.errors import (
 # The gravest first: of several ranks' failures, that of the first of these is raised on all of them.
 KINDS: dict[str, type[MegaspecError]] = {
     "locked": RunLockedError,
+    "disk": DiskError,
     "unreadable": UnreadableError,
     "checkpoint": CheckpointError,
     "write": WriteError,

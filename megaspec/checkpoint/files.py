@@ -15,13 +15,20 @@ from megaspec.core.errors import CheckpointError, WriteError
 from megaspec.core.regular_files import NO_ROOM
 
 # Errors of the machine, not of the file: nothing is known about the bytes, so nothing is put aside because of them.
-MACHINE_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE})
+MACHINE_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
 class UnreadableError(CheckpointError):
     """A checkpoint that this machine or this version can't read, though it may be whole. It is left where it is."""
+
+
+class DiskError(UnreadableError):
+    """A checkpoint, or a folder of them, that can't be read now since a disk fails or a file server is away. What is
+    there may all be good: another start may read it."""
+
+    exit_code = WriteError.exit_code
 
 
 def safe_join(folder: Path, name: str) -> Path:
@@ -33,6 +40,8 @@ def safe_join(folder: Path, name: str) -> Path:
 
 def read_failure(path: Path, error: OSError) -> CheckpointError:
     """What to raise when `path` could not be read."""
+    if error.errno == errno.ESTALE:
+        return DiskError(f"{path}: cannot be read now: {os.strerror(error.errno)}")
     if error.errno in MACHINE_ERRORS:
         return UnreadableError(f"{path}: cannot be read on this machine: {os.strerror(error.errno)}")
     if error.errno == errno.ENOENT:
@@ -95,10 +104,10 @@ def read_limited(folder: Path, folder_fd: int, name: str, *, limit: int) -> byte
 def read_limited_fd(fd: int, path: Path, *, limit: int) -> bytes:
     """`read_limited` of what is open, which it closes. `path`: for errors."""
     with open(fd, "rb") as file:
-        size = os.fstat(fd).st_size
-        if size > limit:
-            raise CheckpointError(f"{path}: expected at most {limit} bytes, found {size}")
         try:
+            size = os.fstat(fd).st_size
+            if size > limit:
+                raise CheckpointError(f"{path}: expected at most {limit} bytes, found {size}")
             return file.read(limit + 1)
         except OSError as error:
             raise read_failure(path, error) from None

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaspec.checkpoint.files import remove_tree, rename_durably, sync_folder, write_durably
+from megaspec.checkpoint.files import DiskError, remove_tree, rename_durably, sync_folder, write_durably
 from megaspec.core.errors import CheckpointError
 from megaspec.core.faults import failpoint
-from megaspec.core.regular_files import read_inside
+from megaspec.core.regular_files import DISK_ERRORS, read_inside
 
 CHECKPOINTS = "checkpoints"
 QUARANTINE = "quarantine"
@@ -49,12 +49,15 @@ def hidden_name(kind: str, step: int, generation: int) -> str:
 
 
 def names(folder: Path) -> list[str]:
-    """Names in a folder, sorted; none when there is no such folder. Raises CheckpointError when it can't be listed."""
+    """Names in a folder, sorted; none when there is no such folder. Raises CheckpointError when it can't be listed, of
+    which DiskError is one that may be listed later."""
     try:
         return sorted(os.listdir(folder))
     except FileNotFoundError:
         return []
     except OSError as error:
+        if error.errno in DISK_ERRORS:
+            raise DiskError(f"{folder}: cannot be listed now: {os.strerror(error.errno)}") from None
         raise CheckpointError(f"{folder}: cannot be listed: {os.strerror(error.errno or 0)}") from None
     except ValueError:
         # a NUL in it, or what no encoding has

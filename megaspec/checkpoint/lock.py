@@ -153,10 +153,14 @@ class RunLock:
 
     @classmethod
     def held(cls, run_dir: Path | str, token: int) -> Self:
-        """The lock of a run that this process's launcher holds under `token`: to `check`, not to release."""
+        """The lock of a run that this process's launcher holds under `token`: to `check`, not to
+        release. WriteError."""
         lock = cls(run_dir)
         lock._token = token
-        lock._record = lock._read(f"{token:08d}.json")
+        try:
+            lock._record = lock._record_of(token)
+        except OSError as error:
+            raise write_failure(lock.folder, error) from None
         return lock
 
     @property
@@ -202,12 +206,16 @@ class RunLock:
     def check(self) -> None:
         """Raise RunLockedError when another job has taken the lock over; to be called right before publishing.
 
-        WriteError: the folder is not where it was.
+        WriteError: the folder is not where it was, or a failing disk doesn't let it be read.
         """
         assert self._token, f"{self.folder}: the lock was released, or never acquired"
-        token, kind = self._highest()
-        if token == self._token and kind == "json" and self._read(f"{token:08d}.json") == self._record:
-            return
+        try:
+            token, kind = self._highest()
+            if token == self._token and kind == "json" and self._record_of(token) == self._record:
+                return
+        except OSError as error:
+            # nobody is known to have taken it over, but nothing is published on trust
+            raise write_failure(self.folder, error) from None
         raise self._lost()
 
     def is_ours(self) -> bool:
@@ -225,6 +233,13 @@ class RunLock:
         except OSError:
             return True
 
+    def _record_of(self, token: int) -> bytes:
+        """The record of a holder; empty when there is none. OSError: it can't be read."""
+        try:
+            return read_inside(self.run_dir, f"{LOCK_FOLDER}/{token:08d}.json", limit=_RECORD_LIMIT)
+        except FileNotFoundError:
+            return b""
+
     def check_line(self) -> None:
         """As `check`, but by `is_ours`."""
         if not self.is_ours():
@@ -232,6 +247,13 @@ class RunLock:
 
     def _lost(self) -> RunLockedError | WriteError:
         """Why the run is no longer this job's."""
+        try:
+            return self._lost_to()
+        except OSError as error:
+            return write_failure(self.folder, error)
+
+    def _lost_to(self) -> RunLockedError | WriteError:
+        """OSError: that can't be seen."""
         nothing_more = "nothing more is written there"
         if not self.run_dir.is_dir():
             return WriteError(
@@ -241,9 +263,7 @@ class RunLock:
         if not self.folder.is_dir():
             return WriteError(f"{self.folder} was moved or removed while the run was under way; {nothing_more}")
         token, _ = self._highest()
-        record = b""
-        if token:
-            record = self._read(f"{token:08d}.json")
+        record = self._record_of(token)
         return RunLockedError(
             f"run_dir={self.run_dir} is no longer this job's: {_who(decode_holder(record))} took it over "
             f"(lock token {token}, this job's was {self._token}); {nothing_more}"
@@ -345,8 +365,16 @@ class RunLock:
             except FileExistsError:
                 return False
         finally:
-            claim.unlink(missing_ok=True)
-        sync_folder(self.folder)
+            # one that stays is in nobody's way
+            with contextlib.suppress(OSError):
+                claim.unlink(missing_ok=True)
+        try:
+            sync_folder(self.folder)
+        except OSError:
+            # a record that is told as a failure is not to keep others out, this process among them
+            with contextlib.suppress(OSError):
+                target.unlink()
+            raise
         return True
 
     def _write_claim(self, claim: Path, record: bytes) -> None:
@@ -400,7 +428,8 @@ class RunLock:
             spare.unlink(missing_ok=True)
             write_durably(spare, b" " * _SPARE_BYTES)
         except OSError:
-            spare.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                spare.unlink(missing_ok=True)
 
     def _lives(self, token: int, holder: Holder | None, has_flock: bool) -> bool:
         """Whether a holder lives, by the surest way there is. `has_flock`: we have just taken the lock's flock."""

@@ -44,6 +44,7 @@ class Writer:
         self._files = importlib.import_module("megaspec.checkpoint.files")
         self._failures = importlib.import_module("megaspec.checkpoint.failures")
         self._errors = importlib.import_module("megaspec.core.errors")
+        self._regular_files = importlib.import_module("megaspec.core.regular_files")
         lock = importlib.import_module("megaspec.checkpoint.lock").RunLock
         self._lock = None
         if message["token"]:
@@ -64,6 +65,9 @@ class Writer:
         except self._errors.MegaspecError as error:
             return self._failures.failure_of(error)
         except Exception as error:  # what nobody expects ends the run by its own text, not by silence
+            failure = self._regular_files.disk_failure(error) if isinstance(error, OSError) else None
+            if failure is not None:
+                return self._failures.failure_of(failure)
             traceback.print_exc()
             return {"kind": "other", "lines": [f"the writer of checkpoints failed: {type(error).__name__}: {error}"]}
 

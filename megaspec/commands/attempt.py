@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.commands.layouts import NO_LAYOUT
-from megaspec.commands.starting import prepare_layout, start_ranks
+from megaspec.commands.starting import prepare_layout, start_ranks, step_saved
 from megaspec.core.errors import MegaspecError, RecipeError, printable
+from megaspec.core.regular_files import disk_failure
+from megaspec.core.standard_error import survive_full_disk
 from megaspec.estimate.target import detect_target
 from megaspec.launcher import exit_file
 from megaspec.plugins import load
-from megaspec.run_folder import newest_step
 from megaspec_launchers.local import ENTRY, PRELOADED, threads_of_a_rank
 from megaspec_launchers.outcome import Outcome
 from megaspec_launchers.rank_factory import RankFactory
@@ -86,7 +87,7 @@ class Attempts:
             code = start_ranks(
                 prepared,
                 target,
-                record=lambda: exit_file.begin(folder, step=newest_step(folder)),
+                record=lambda: exit_file.begin(folder, step=step_saved(folder)),
                 is_shown=layout != self.shown,
                 gives_up=False,
                 arguments={"why": job["why"]},
@@ -144,7 +145,13 @@ def serve(setup: Setup, control: socket.socket) -> None:
     try:
         with control, control.makefile("rb") as jobs:
             for line in jobs:
-                attempts.make(json.loads(line), tell)
+                try:
+                    attempts.make(json.loads(line), tell)
+                except OSError as error:
+                    failure = disk_failure(error)
+                    if failure is None:
+                        raise
+                    tell(_failed(failure))
     except (BrokenPipeError, ConnectionResetError):
         pass  # the supervisor is gone
     finally:
@@ -160,6 +167,7 @@ def setup_of(text: str) -> Setup:
 
 
 if __name__ == "__main__":
+    survive_full_disk()
     given = setup_of(sys.argv[1])
     load(given.plugins)
     serve(given, socket.socket(fileno=int(sys.argv[2])))

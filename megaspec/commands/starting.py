@@ -21,7 +21,7 @@ from megaspec.core.frozen import AUTO
 from megaspec.core.remote_files import is_url
 from megaspec.core.terminal import terminal
 from megaspec.data.fetch import bring_here, data_in_words
-from megaspec.data.files import is_no_room
+from megaspec.data.files import is_of_disk
 from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target, detect_target
 from megaspec.hf.companions import kept_companions, read_companions, refuse_other_vocabulary
@@ -395,17 +395,30 @@ def warn(spec: Spec, target: Target) -> None:
                 print(printable(f"megaspec: {change}"), file=sys.stderr)
 
 
+def step_saved(folder: Path) -> int:
+    """As `newest_step`, for who writes down how a start or an attempt ended: that a failing disk doesn't let
+    checkpoints be looked at is told, and changes no end. The step is then the one that was written down last."""
+    try:
+        return newest_step(folder)
+    except MegaspecError as error:
+        print(
+            printable(f"megaspec: {error}; which step is saved can't be seen", keep="\n"), file=sys.stderr, flush=True
+        )
+    former = exit_file.read_exit(folder)
+    return 0 if former is None else former.step
+
+
 def _ended(prepared: Prepared, code: int, *, gives_up: bool = True) -> int:
     """Writes how this start ended into the run's folder while it is this job's. -> the code to end with."""
     assert prepared.lock is not None, "a run without its lock"
     if not prepared.lock.is_ours():
         return code
-    return exit_file.end(prepared.folder, code, step=newest_step(prepared.folder), gives_up=gives_up)
+    return exit_file.end(prepared.folder, code, step=step_saved(prepared.folder), gives_up=gives_up)
 
 
 def _record(folder: Path) -> None:
     """What the run is made with, and that it is under way, in place of how it ended before."""
-    exit_file.begin(folder, step=newest_step(folder))
+    exit_file.begin(folder, step=step_saved(folder))
     record_environment(folder)
 
 
@@ -415,9 +428,9 @@ def record_environment(folder: Path) -> None:
     try:
         write_environment(folder, command=sys.argv, words=words, sections={*Recipe.model_fields, "recipe", "resume"})
     except WriteError as error:
-        if not is_no_room(error):
+        if not is_of_disk(error):
             raise
-        # a full disk costs the record, never the run
+        # a disk that is full or fails costs the record, never the run
         print(printable(f"megaspec: {error}; the run goes on without it"), file=sys.stderr, flush=True)
 
 

@@ -137,7 +137,8 @@ def supervise(
     finally:
         # an attempt takes it, each in its turn
         prepared.lock.release()
-    with only_supervisor(prepared.folder), tempfile.TemporaryDirectory(prefix="megaspec-") as meeting:
+    meeting_folder = tempfile.TemporaryDirectory(prefix="megaspec-", ignore_cleanup_errors=True)
+    with only_supervisor(prepared.folder), meeting_folder as meeting:
         setup = Setup(
             run_dir=str(prepared.folder),
             memory=memory,
@@ -312,7 +313,16 @@ class Supervisor:
         return usable_devices((), devices, avoided)
 
     def _changed_devices(self) -> str:
-        """Why the attempt under way is to be ended for others; "" where it goes on."""
+        """Why the attempt under way is to be ended for others; "" where it goes on, also since the files of the run
+        can't be read now."""
+        try:
+            return self._why_others()
+        except WriteError as error:
+            _say(f"{error}; the devices stay as they were")
+            return ""
+
+    def _why_others(self) -> str:
+        """As `_changed_devices`. WriteError: a failing disk."""
         now = self._look_at_devices()
         before = self.seen
         self.seen = now
@@ -345,8 +355,7 @@ class Supervisor:
 
     def _judge(self, attempt: int, result: AttemptResult) -> Verdict:
         """What follows an attempt; it is written down."""
-        saved = newest_step(self.folder)
-        spec = read_run(self.folder).spec
+        saved, spec = self._look_at_run()
         if result.code == HARDWARE and not result.has_no_layout:
             self._avoid_suspects(attempt)
         self.ends.append(Ended(time.monotonic(), result.code, saved > self.newest, result.is_planned))
@@ -377,6 +386,15 @@ class Supervisor:
         if verdict.again:
             _say(f"attempt {attempt} ended with {result.code} ({result.why}), step {saved} is saved; {verdict.why}")
         return verdict
+
+    def _look_at_run(self) -> tuple[int, Spec]:
+        """The newest step that is saved, and the Spec. What a failing disk doesn't let be read now is as it was:
+        whether the run can go on is for the next attempt to find."""
+        try:
+            return newest_step(self.folder), read_run(self.folder).spec
+        except MegaspecError as error:
+            _say(f"{error}; step {self.newest} is the newest that was seen")
+            return self.newest, self.spec
 
     def _avoid_suspects(self, attempt: int) -> None:
         """Keeps the devices of suspected ranks away from what follows."""

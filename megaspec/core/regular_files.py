@@ -9,11 +9,16 @@ import os
 import secrets
 import stat
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
 
+from megaspec.core.errors import WriteError
+
 # Errors of a disk, or of a user's share of it, that is full.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+# Errors of a disk that is full or fails, or of a file server that is away: nothing is wrong with what was asked for.
+DISK_ERRORS = NO_ROOM | {errno.EFBIG, errno.EIO, errno.ENOLCK, errno.EROFS, errno.ESTALE}
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _TEXTS = {
@@ -22,6 +27,16 @@ _TEXTS = {
     errno.ENXIO: "is no regular file",
     errno.EISDIR: "is a folder",
 }
+
+
+def disk_failure(error: OSError) -> WriteError | None:
+    """What to raise in place of an error of a file operation that nobody has dealt with: a disk that is full or fails
+    is no internal error. None: it is no error of a disk."""
+    if error.errno not in DISK_ERRORS:
+        return None
+    what = error.filename or "a file"
+    deed = "can't be written" if error.errno in NO_ROOM | {errno.EFBIG} else "can't be read or written"
+    return WriteError(f"{what} {deed}: {os.strerror(error.errno)}; make room there, or mend it, and start again")
 
 
 def open_regular(name: str | Path, flags: int = os.O_RDONLY, *, mode: int = 0o644, dir_fd: int | None = None) -> int:
@@ -133,7 +148,8 @@ def write_beside(path: Path, chunks: Iterable[Any]) -> Path:
         is_whole = True
     finally:
         if not is_whole:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
     return temporary
 
 

@@ -4,11 +4,12 @@ import errno
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import WriteError
-from megaspec.core.regular_files import NO_ROOM, write_beside
+from megaspec.core.regular_files import DISK_ERRORS, NO_ROOM, write_beside
 
 
 def write_error(path: str | Path, error: OSError, need: int | None = None) -> WriteError:
@@ -35,7 +36,8 @@ def write_atomically(path: Path, chunks: Iterable[Any], *, need: int | None = No
         publish(temporary, path)
     except OSError as error:
         if temporary is not None:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
         raise write_error(path, error, need) from error
 
 
@@ -43,6 +45,12 @@ def is_no_room(error: WriteError) -> bool:
     """Whether a write failed since the disk, or the user's share of it, is full."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in NO_ROOM
+
+
+def is_of_disk(error: WriteError) -> bool:
+    """Whether a write failed since a disk is full, or fails: nothing is wrong with what was to be written."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in DISK_ERRORS
 
 
 def write_text(path: Path, text: str) -> None:

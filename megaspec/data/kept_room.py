@@ -43,7 +43,8 @@ def _keep(folder: Path, name: str, size: int) -> None:
                 os.fsync(file.fileno())
             return
         except OSError:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             if wanted == size:
                 raise
 

@@ -146,10 +146,13 @@ def _last_step(folder: Path, name: str) -> int:
         fd = open_inside(folder, name)
     except OSError:
         return 0
-    with open(fd, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        lines = file.read(_TAIL_BYTES).splitlines()
+    try:
+        with open(fd, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).splitlines()
+    except OSError:
+        return 0
     for line in reversed(lines):
         found = _step_of(line)
         if found is not None:

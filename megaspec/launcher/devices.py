@@ -41,7 +41,7 @@ def usable_devices(
     """Identifiers of the devices that a run may use, those to take first in front; None where nothing limits them.
 
     `found`: those of this machine, in the order of their numbers; () without a GPU. `named`: see `named_devices`.
-    `avoided`: identifiers that are suspected; a None among them is the whole machine.
+    `avoided`: identifiers, or numbers, that are suspected; a None among them is the whole machine.
     """
     if None in avoided:
         return ()
@@ -61,7 +61,16 @@ def usable_devices(
                 identifier = found[int(name)]
             if identifier in found and identifier not in chosen:
                 chosen.append(identifier)
-    return tuple(name for name in chosen if name not in avoided)
+    gone = {_identifier(name, found) for name in avoided if name is not None}
+    return tuple(name for name in chosen if name not in gone)
+
+
+def _identifier(name: str, found: Sequence[str]) -> str:
+    """The identifier of a device that a person may have named by its number; the name itself where it is none of
+    them."""
+    if name.isdigit() and int(name) < len(found):
+        return found[int(name)]
+    return name
 
 
 def _wrong(text: str) -> RecipeError:

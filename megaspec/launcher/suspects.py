@@ -5,9 +5,9 @@
                          nodes of a job of several
     failed_hosts.jsonl   {"host": "node1", "start": "4711-0", "why": "..."}; the nodes of a job of several write it
 
-A device that stands in avoided.jsonl is not used again by this run; delete its line, or the file, once it is mended. A
-`device` of null stands for the whole host. People edit that file: a line of it that can't be read is an error, since a
-slip would put what it names back into use.
+A device that stands in avoided.jsonl is not used again by this run; delete its line, or the file, once it is mended.
+A `device` of null stands for the whole host; a number is counted as in RUN/devices. People edit that file: a line of
+it that can't be read is an error, since a slip would put what it names back into use.
 """
 
 import fcntl

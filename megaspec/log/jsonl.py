@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from megaspec.core.bounded_json import parse_json
 from megaspec.core.errors import printable
-from megaspec.core.regular_files import NO_ROOM, open_inside, write_beside
+from megaspec.core.regular_files import DISK_ERRORS, open_inside, write_beside
 from megaspec.log.events import NAMES, EvalDone, Event, RolledBack, RunEnded
 from megaspec.log.overflow import Overflow
 
@@ -71,6 +71,8 @@ class JsonlSink:
             self._fd = _apart(self._fd, path, self._length)
         os.ftruncate(self._fd, self._length)
         self._was_full = False
+        self._is_torn = False
+        """There may be a part of a line behind those of `_length`."""
         # where there is still no room, the first line will say so
         with suppress(OSError):
             self._bring_home()
@@ -144,7 +146,7 @@ class JsonlSink:
                 self._append(self._waiting[0])
                 self._waiting.popleft()
         except OSError as error:
-            if error.errno in NO_ROOM:
+            if error.errno in DISK_ERRORS:
                 self._was_full = True
                 self._put_elsewhere()
             raise
@@ -154,12 +156,18 @@ class JsonlSink:
 
     def _append(self, lines: bytes) -> None:
         """Adds whole lines to the file, all of them or none. OSError."""
+        if self._is_torn:
+            os.ftruncate(self._fd, self._length)
+            self._is_torn = False
         try:
             written = os.write(self._fd, lines)
             while written < len(lines):
                 written += os.write(self._fd, lines[written:])
         except OSError:
-            os.ftruncate(self._fd, self._length)  # what is there of them
+            # what is there of them; where even that fails, before the next ones
+            self._is_torn = True
+            os.ftruncate(self._fd, self._length)
+            self._is_torn = False
             raise
         self._length += len(lines)
 
@@ -198,10 +206,13 @@ def _ended_at(path: Path) -> float | None:
         fd = open_inside(path.parent, path.name)
     except OSError:
         return None
-    with open(fd, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - MAX_LINE))
-        lines = file.read(MAX_LINE).splitlines()
+    try:
+        with open(fd, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MAX_LINE))
+            lines = file.read(MAX_LINE).splitlines()
+    except OSError:
+        return None
     if not lines:
         return None
     try:

@@ -6,6 +6,7 @@ log.sinks may be a service: each runs in a thread of its own.
 
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from megaspec.core.frozen import Frozen
 from megaspec.log.background import CLOSE_SECONDS, BackgroundSink
 from megaspec.log.console import ConsoleSink
 from megaspec.log.events import Emit, Event
-from megaspec.log.jsonl import METRICS, JsonlSink
+from megaspec.log.jsonl import METRICS, MOST_WAITING, JsonlSink
 from megaspec.log.remote import logged_run
 from megaspec.log.spec import LogSpec, MlflowSpec, ReportSpec, TrackioSpec, WandbSpec, WebhookSpec
 
@@ -39,6 +40,37 @@ class Sink(Protocol):
 def open_metrics(log: LogSpec, run_dir: Path, step: int, elsewhere: Path | None) -> Sink | None:
     """metrics.jsonl, always."""
     return JsonlSink(run_dir / METRICS, step=step, elsewhere=elsewhere)
+
+
+class LateMetrics:
+    """metrics.jsonl where it could not be opened when the run began, as on a disk that fails for a moment: each event
+    tries again, and brings with it those that have waited. OSError: it can't be opened still."""
+
+    def __init__(self, build: Callable[[], Sink]):
+        self._build = build
+        self._waiting: deque[Event] = deque(maxlen=MOST_WAITING)
+        self._sink: Sink | None = None
+
+    def __call__(self, event: Event) -> None:
+        self._waiting.append(event)
+        if self._sink is None:
+            self._sink = self._build()
+        failure = None
+        while self._waiting:
+            try:
+                self._sink(self._waiting.popleft())
+            except OSError as error:
+                # the sink keeps the line: the order is its own from here on
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """OSError: the file was never opened, or as the sink."""
+        if self._sink is not None:
+            self._sink.close()
+        elif self._waiting:
+            raise OSError(f"it could not be opened, and {len(self._waiting):,} lines are lost")
 
 
 def open_console(log: LogSpec, run_dir: Path, step: int, elsewhere: Path | None) -> Sink | None:
@@ -146,7 +178,12 @@ def open_sinks(
                 tell(name, str(error))
 
     def open_one(name: str) -> None:
-        sink = SINKS[name](log, run_dir, step, elsewhere)
+        try:
+            sink = SINKS[name](log, run_dir, step, elsewhere)
+        except OSError:
+            if name == METRICS:
+                sinks[name] = LateMetrics(partial(JsonlSink, run_dir / METRICS, step=step, elsewhere=elsewhere))
+            raise
         if sink is not None:
             sinks[name] = sink
 

@@ -18,6 +18,7 @@ from megaspec.checkpoint.comm import Comm, on_first
 from megaspec.checkpoint.copier import Copier, Tidying
 from megaspec.checkpoint.examine import Inspect, newest_whole
 from megaspec.checkpoint.fallback import adopt, file_elsewhere, is_own_place, put_aside_from, refuse_unwritable
+from megaspec.checkpoint.files import DiskError
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.remote import Found, Identity
@@ -381,6 +382,9 @@ class Run:
         store = Store(place.parent, lock=self.store.lock if is_own else None)
         try:
             reader = store.newest_good(self.comm, repair=repair and is_own, inspect=inspect)
+        except DiskError:
+            # it may be whole: to go on from an older one would lose what it holds
+            raise
         except CheckpointError as error:
             self._tell([str(error)])
             return None
@@ -895,13 +899,7 @@ class Run:
         spec = self.built.spec
         for saved in published:
             if self.comm.rank == 0 and spec.checkpoint.keep != "all":
-                deleted = self.tries.store_of(saved.path).prune(
-                    spec.checkpoint.keep,
-                    inspect=partial(objections, run=spec),
-                    beside=partial(kept_beside_newest, spec=spec.checkpoint, losses=self.losses),
-                    remove=self.saver.remove,
-                )
-                for step in deleted:
+                for step in self._prune(saved):
                     if self.copier is not None:
                         self.copier.drop(step)
             if self.copier is not None:
@@ -911,6 +909,23 @@ class Run:
                     step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_seconds=saved.stall_seconds
                 )
             )
+
+    def _prune(self, saved: Saved) -> list[int]:
+        """Rank 0: removes checkpoints that are not kept where one was published. -> their steps. What a failing disk
+        doesn't let be removed now costs room, and no run: the next save tries again."""
+        spec = self.built.spec
+        try:
+            return self.tries.store_of(saved.path).prune(
+                spec.checkpoint.keep,
+                inspect=partial(objections, run=spec),
+                beside=partial(kept_beside_newest, spec=spec.checkpoint, losses=self.losses),
+                remove=self.saver.remove,
+            )
+        except (WriteError, DiskError) as error:
+            if not self.is_ours():
+                raise
+            self._tell([f"older checkpoints were not removed: {error}; the next save tries again"])
+            return []
 
     def _begin_saving(self) -> None:
         """Takes what saves will need."""

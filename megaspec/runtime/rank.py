@@ -31,7 +31,7 @@ from megaspec.core.errors import (
     RecipeError,
     printable,
 )
-from megaspec.core.regular_files import read_inside
+from megaspec.core.regular_files import disk_failure, read_inside
 from megaspec.launcher import beat as beats
 from megaspec.launcher import exit_file
 from megaspec.launcher.loopback import listen_at
@@ -130,6 +130,13 @@ def exit_code_of(me: RankInfo, work: Callable[[], None]) -> int:
     except MegaspecError as error:
         tell(me, error)
         return error.exit_code
+    except OSError as error:
+        # before `explained` is entered, and behind it
+        failure = disk_failure(error)
+        if failure is None:
+            raise
+        tell(me, failure)
+        return failure.exit_code
     except RuntimeError as error:
         # before there is a watchdog: while ranks meet
         if not isinstance(error, dist.DistError) and not is_collective_failure(error):
@@ -168,10 +175,13 @@ def read_prediction(run_dir: Path) -> Prediction:
 
 
 def read_file(run_dir: Path, name: str) -> bytes:
-    """A file of a run's folder. RecipeError: it can't be read."""
+    """A file of a run's folder. RecipeError: it can't be read. WriteError: a failing disk doesn't let it be."""
     try:
         return read_inside(run_dir, name, limit=MAX_BYTES)
     except OSError as error:
+        failure = disk_failure(error)
+        if failure is not None:
+            raise failure from None
         raise RecipeError(f"{run_dir / name} can't be read: {error.strerror}") from None
 
 
@@ -319,9 +329,15 @@ class Ending:
 
 @contextmanager
 def explained(spec: Spec, run_dir: Path, position: Position, me: RankInfo) -> Iterator[None]:
-    """Raises MemoryRunOut in place of torch's or NCCL's error."""
+    """Raises MemoryRunOut in place of torch's or NCCL's error, and WriteError in place of one of a disk's that is full
+    or fails."""
     try:
         yield
+    except OSError as error:
+        failure = disk_failure(error)
+        if failure is None:
+            raise
+        raise failure from error
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -192,3 +192,10 @@ def test_gpus_are_known_by_identifiers_that_stay(monkeypatch):
     monkeypatch.setattr(target, "pynvml", None)
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable))
     assert gpu_identifiers({}) == ()
+
+
+def test_a_device_that_a_person_avoids_by_its_number_is_the_one_of_that_number():
+    assert usable_devices(GPUS, None, ["2"]) == ("GPU-a", "GPU-b")
+    assert usable_devices(GPUS, ("1", "2"), ["2"]) == ("GPU-b",)
+    # without a GPU each name stands for a place
+    assert usable_devices((), ("0", "1"), ["1"]) == ("0",)
