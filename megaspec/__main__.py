@@ -15,7 +15,9 @@ def main() -> int:
         print("\n".join(complete(" ".join(sys.argv[2:]))))
         return 0
     from megaspec import cli
+    from megaspec.core.standard_error import survive_full_disk
 
+    survive_full_disk()
     return cli.main()
 
 

@@ -22,6 +22,9 @@ class _Lossy(io.FileIO):
 def survive_full_disk() -> None:
     """From here on nothing fails in this process because its stderr lies on a disk that is full or fails: what it says
     there is lost, and its exit code stays that of what it does."""
+    if sys.stderr is None:
+        # it was closed by who started this process
+        return
     sys.stderr.flush()
     buffered = io.BufferedWriter(_Lossy(sys.stderr.fileno(), "w", closefd=False))
     sys.stderr = io.TextIOWrapper(
