@@ -27,7 +27,6 @@ from megaspec.estimate.throughput import throughput_of
 from megaspec.nn.layer.spec import norms_before_mixers
 from megaspec.nn.mlp.spec import ClampedMlpSpec, GatedMlpSpec
 from megaspec.optim.spec import has_narrow_states
-from megaspec.parallelism.spec import attends_to_blocks
 from megaspec.precision.spec import Fp8Precision, fp8_recipe, may_write_fp8, model_format
 from megaspec.recipe import Recipe
 from megaspec.rules.case import can_split_sequences
@@ -567,9 +566,6 @@ def _not_measured(target: Target, use: Use) -> str:
     if use.score_cap:
         return "; not measured with capped scores"
     can_be_measured = hardware_of(target) is not None and use.head_size in HEAD_SIZES and use.precision in HALF
-    if can_be_measured and use.blocks and _attention_rates(target):
-        # of whole sequences, of which others may be the fastest
-        return "; measured of whole sequences alone"
     if can_be_measured and not _attention_rates(target):
         return f"; not measured on {target.gpu}: megaspec bench throughput measures it"
     return f"; not measured on {target.gpu} for heads of {use.head_size} in {use.precision}"
@@ -619,7 +615,6 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         hides_keys=draft.recipe.data.document_mask or draft.recipe.model.hides_keys(draft["data.seq_len"]),
         documents=draft.recipe.data.document_mask,
         window=draft.recipe.model.hides_keys(draft["data.seq_len"]),
-        blocks=attends_to_blocks(draft["parallelism.context.kind"], cp=draft["parallelism.cp"]),
         deterministic=draft["train.deterministic"],
         head_size=draft["model.d_head"],
         precision=model_format(draft.recipe.precision),

@@ -154,18 +154,6 @@ def test_what_is_faster_and_left_out_is_named_with_the_reason(measured: None) ->
     assert "left out" not in attention_of(*WIDE, "model.attention.score_cap=30.0", target=bare)[1]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("ring", "sdpa"), ("all_gather", "sdpa"), ("all_to_all", "flex")])
-def test_what_attends_to_whole_sequences_is_not_taken_for_parts_of_them(measured: None, kind: str, name: str) -> None:
-    two = H200.model_copy(update={"gpus": 2})
-    words = ("launcher.ranks=2", "parallelism.cp=2", f"parallelism.context.kind={kind}")
-    assert attention_of(*DOCUMENTS, *words, target=two)[0] == name
-    if name == "flex":
-        return
-    told = rf"kernels\.attention=flex attends to whole sequences, parallelism\.cp=2 by {kind} gives ranks parts; set "
-    with pytest.raises(RecipeError, match=told):
-        spec_of(*DOCUMENTS, *words, "kernels.attention=flex", target=two)
-
-
 def test_without_figures_auto_takes_the_catalogs_order() -> None:
     assert throughput_of(HARDWARE["B200"]).attention_rates == ()
     if throughput_module.throughput_of(HARDWARE["H200"]).attention_rates:
