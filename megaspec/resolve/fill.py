@@ -524,7 +524,9 @@ def kernels(draft: ResolverDraft) -> None:
         if operation in IDLE_BESIDE_TE and use.fp8_recipe is not None and draft["kernels.linear"] == "te":
             reason = "not used: kernels.linear=te casts and multiplies itself"
         chosen = CATALOG[operation].implementations[best]
-        if chosen.skips_hidden:
+        if not chosen.blocks and draft["parallelism.cp"] > 1 and draft["parallelism.context.kind"] != "all_to_all":
+            reason += ", ranks with parts of a sequence take sdpa's blocks"
+        elif chosen.skips_hidden:
             reason += ", leaves out what windows, chunks or documents hide"
         if chosen.writes_fp8 and operation in use.writes_fp8:
             reason += ", writes fp8 itself by delayed scales"

@@ -154,6 +154,16 @@ def test_what_is_faster_and_left_out_is_named_with_the_reason(measured: None) ->
     assert "left out" not in attention_of(*WIDE, "model.attention.score_cap=30.0", target=bare)[1]
 
 
+@pytest.mark.parametrize(("kind", "is_told"), [("ring", True), ("all_gather", True), ("all_to_all", False)])
+def test_whose_blocks_ranks_with_parts_of_a_sequence_take_is_told(measured: None, kind: str, is_told: bool) -> None:
+    two = H200.model_copy(update={"gpus": 2})
+    words = ("launcher.ranks=2", "parallelism.cp=2", f"parallelism.context.kind={kind}")
+    name, reason = attention_of(*DOCUMENTS, *words, target=two)
+    assert name == "flex"
+    assert ("ranks with parts of a sequence take sdpa's blocks" in reason) == is_told
+    assert ("leaves out what windows" in reason) != is_told
+
+
 def test_without_figures_auto_takes_the_catalogs_order() -> None:
     assert throughput_of(HARDWARE["B200"]).attention_rates == ()
     if throughput_module.throughput_of(HARDWARE["H200"]).attention_rates:
