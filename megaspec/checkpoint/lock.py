@@ -234,11 +234,15 @@ class RunLock:
             return True
 
     def _record_of(self, token: int) -> bytes:
-        """The record of a holder; empty when there is none. OSError: it can't be read."""
+        """The record of a holder; empty when there is none that could be one. OSError: it can't be read."""
         try:
             return read_inside(self.run_dir, f"{LOCK_FOLDER}/{token:08d}.json", limit=_RECORD_LIMIT)
         except FileNotFoundError:
             return b""
+        except OSError as error:
+            if error.errno == errno.EOVERFLOW:
+                return b""
+            raise
 
     def check_line(self) -> None:
         """As `check`, but by `is_ours`."""

@@ -80,11 +80,11 @@ def open_inside(folder: Path, name: str | PurePath, flags: int = os.O_RDONLY, *,
 
 
 def read_inside(folder: Path, name: str | PurePath, *, limit: int) -> bytes:
-    """The whole of a regular file below `folder`. OSError: as open_inside; EFBIG for more than `limit` bytes."""
+    """The whole of a regular file below `folder`. OSError: as open_inside; EOVERFLOW for more than `limit` bytes."""
     with open(open_inside(folder, name), "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise OSError(errno.EFBIG, f"has more than {limit:,} bytes", str(folder / name))
+        raise OSError(errno.EOVERFLOW, f"has more than {limit:,} bytes", str(folder / name))
     return content
 
 
