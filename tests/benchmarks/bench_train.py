@@ -86,10 +86,14 @@ SEED = 7
 
 def spec_of(args: argparse.Namespace, world: int) -> Spec:
     """The Spec of one measurement."""
-    facts = Facts(run_dir="-")
-    if args.documents:
-        facts = Facts(run_dir="-", document_lengths=begun_at_random(1 / args.documents))
-    return resolve(recipe_of(args, world), target_of(world), facts)
+    return resolve(recipe_of(args, world), target_of(world), facts_of(args.documents))
+
+
+def facts_of(documents: int) -> Facts:
+    """`documents`: tokens of one on average; 0: there are none."""
+    if not documents:
+        return Facts(run_dir="-")
+    return Facts(run_dir="-", document_lengths=begun_at_random(1 / documents))
 
 
 def target_of(world: int) -> Target:

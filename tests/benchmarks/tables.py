@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megaspec.core.document_lengths import begun_at_random
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import StageMemory, fullest, memory_of
 from megaspec.estimate.step_time import StepTime, step_time
@@ -19,7 +18,6 @@ from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
 from megaspec.recipe import Recipe
 from megaspec.resolve.fill import plainly_filled
-from megaspec.rules.run_facts import Facts
 from megaspec_kernels.catalog import CATALOG
 from tests.benchmarks import bench_train
 from tests.estimate.earlier import earlier_code
@@ -374,10 +372,7 @@ def recipe_of(line: Line, kind: str) -> Recipe:
     recipe = bench_train.recipe_of(bench_train.parser().parse_args(words), line["gpus"])
     gpu = HARDWARE[kind]
     target = Target(gpus=line["gpus"], gpu=gpu.name, sm=90, gpu_memory=gpu.memory, versions={"torch": "2.11.0"})
-    facts = Facts(run_dir="-")
-    if line.get("documents"):
-        facts = Facts(run_dir="-", document_lengths=begun_at_random(1 / line["documents"]))
-    return plainly_filled(recipe, target, facts)
+    return plainly_filled(recipe, target, bench_train.facts_of(line.get("documents", 0)))
 
 
 def _kind(file: str) -> str:

@@ -136,9 +136,7 @@ def _backward(
         starts = whole_rows(B, T, device=q.device).starts
         lse_BNT1 = lse_BNT.contiguous()[..., None]
         return _te_attention_backward(grad, q, k, v, out, lse_BNT1, starts, T, False, before, scale, in_order)
-    assert not in_order, (
-        "te adds the gradients of documents in one order for no memory that there is; see Note Documents"
-    )
+    assert not in_order, "te adds the gradients of documents in no order; the resolver refuses it"
     of_rows = documents.queries.for_rows(B)
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad, q, k, v, out))
     lse_PN1 = lse_BNT.transpose(1, 2).contiguous().view(B * T, N, 1)
