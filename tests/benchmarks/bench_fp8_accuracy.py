@@ -2,16 +2,20 @@
 
   megaspec data prepare python --tokenizer bpe:32000 --out data/there
   python tests/benchmarks/bench_fp8_accuracy.py --text data/there --out accuracy.jsonl --plot accuracy.png
+  python tests/benchmarks/bench_fp8_accuracy.py --text data/there --seeds 1,2,3 --at --out accuracy.jsonl
 
 bf16 runs first, and again with micro batches of another size, which sum in another order, and from another seed: so far
-runs of one format are apart. Then each recipe of fp8. Before some of its steps a twin in bf16 takes its weights and the
-step's batch: signal to noise is |g|² / |g - g of fp8|² in dB, of all weights of a layer together. A JSON line each.
+runs of one format are apart. Then each recipe of fp8. With several --seeds each run begins from as many initial
+weights, and what counts is their mean: single runs of one format lie up to 1 % apart. --table FILE makes the table of
+lines that several commands wrote. Before some of its steps a twin in bf16 takes its weights and the step's batch:
+signal to noise is |g|² / |g - g of fp8|² in dB, of all weights of a layer together. A JSON line each.
 """
 
 import argparse
 import importlib.util
 import json
 import math
+import statistics
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -45,7 +49,7 @@ SEQ, BATCH, MICRO_BATCH = 1024, 16, 8
 RUNS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "bf16, another order": {"train": {"micro_batch": MICRO_BATCH // 2}},
-    "bf16, another seed": {"train": {"seed": 2}},
+    "bf16, another seed": {"train": {"seed": 1002}},
     "tensorwise": {"precision": {"kind": "fp8", "recipe": "tensorwise"}},
     "delayed": {"precision": {"kind": "fp8", "recipe": "delayed"}},
     "rowwise": {"precision": {"kind": "fp8", "recipe": "rowwise"}},
@@ -61,8 +65,8 @@ TE_RUNS: dict[str, dict[str, Any]] = {
 AT_THE_END = 20
 
 
-def spec_of(args: argparse.Namespace, more: dict[str, Any]) -> Spec:
-    """The Spec of one run. All see the same tokens in the same order."""
+def spec_of(args: argparse.Namespace, more: dict[str, Any], *, seed: int = 1) -> Spec:
+    """The Spec of one run from the initial weights of `seed`. All see the same tokens in the same order."""
     vocab = load_manifest(args.text).tokenizer.vocab_size
     fields: dict[str, Any] = {
         "name": "accuracy",
@@ -70,8 +74,14 @@ def spec_of(args: argparse.Namespace, more: dict[str, Any]) -> Spec:
         "model": (SMALL if args.small else MODEL) | {"vocab_size": vocab, "max_seq_len": args.seq},
         "precision": {"kind": "bf16"},
         "data": {"kind": "indexed", "blend": [{"prefix": args.text}], "seq_len": args.seq, "seed": 1},
-        "optim": {"kind": "adamw", "lr": args.lr, "schedule": {"warmup_steps": max(1, args.steps // 10)}},
-        "train": {"steps": args.steps, "global_batch": BATCH, "micro_batch": MICRO_BATCH, "seed": 1, "eval_every": 0},
+        "optim": {"kind": "adamw", "lr": args.lr, "schedule": {"warmup_steps": args.warmup}},
+        "train": {
+            "steps": args.steps,
+            "global_batch": BATCH,
+            "micro_batch": MICRO_BATCH,
+            "seed": seed,
+            "eval_every": 0,
+        },
         "log": {"tensorboard": False},
         "launcher": {"ranks": 1},
     }
@@ -125,10 +135,10 @@ def decibels(truth: dict[str, Tensor], noisy: dict[str, Tensor]) -> dict[str, fl
     return {layer: 10 * math.log10(signal[layer] / max(noise[layer], 1e-300)) for layer in signal}
 
 
-def run(args: argparse.Namespace, name: str, device: torch.device) -> dict[str, Any]:
+def run(args: argparse.Namespace, name: str, seed: int, device: torch.device) -> dict[str, Any]:
     """Trains one run. -> its line."""
     begun = time.monotonic()
-    spec = spec_of(args, (RUNS | TE_RUNS)[name])
+    spec = spec_of(args, (RUNS | TE_RUNS)[name], seed=seed)
     torch._dynamo.reset()
     built = build(spec, mesh=mesh_of(spec, rank=0, device=device))
     initialise(built)
@@ -166,10 +176,13 @@ def run(args: argparse.Namespace, name: str, device: torch.device) -> dict[str, 
     last = of_steps[-AT_THE_END:]
     return {
         "run": name,
+        "seed": spec.train.seed,
         "precision": spec.precision.model_dump(mode="json"),
         "parameters": sum(parameter.numel() for parameter in built.chunks[0].parameters()),
         "tokens_a_step": BATCH * args.seq,
         "steps": args.steps,
+        "warmup": args.warmup,
+        "lr": args.lr,
         "last_loss": sum(last) / len(last),
         "decibels": snr,
         "seconds": round(time.monotonic() - begun, 1),
@@ -180,18 +193,29 @@ def run(args: argparse.Namespace, name: str, device: torch.device) -> dict[str, 
 
 
 def summary(lines: list[dict[str, Any]]) -> str:
-    """Losses at the end over bf16's, and the layer with most noise at each step."""
-    first = next((line for line in lines if line["run"] == "bf16"), None)
-    rows = ["| run | loss at the end | from bf16's | least signal to noise, dB |", "|---|---|---|---|"]
+    """Mean losses at the end of each run over those of bf16 from the same seeds, with the standard error of their
+    difference, and the layer with most noise at each step."""
+    of_run: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
-        apart = ""
-        if first is not None:
-            apart = f"{line['last_loss'] / first['last_loss'] - 1:+.3%}"
-        least = []
-        for step, layers in line["decibels"].items():
-            layer = min(layers, key=layers.__getitem__)
-            least.append(f"step {step}: {layers[layer]:.1f} ({layer})")
-        rows.append(f"| {line['run']} | {line['last_loss']:.4f} | {apart} | {', '.join(least)} |")
+        of_run[line["run"]].append(line)
+    bf16 = {line["seed"]: line["last_loss"] for line in of_run["bf16"]}
+    rows = [
+        "| run | seeds | loss at the end | from bf16's | standard error | least signal to noise, dB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, its in of_run.items():
+        losses = [line["last_loss"] for line in its]
+        apart = [line["last_loss"] / bf16[line["seed"]] - 1 for line in its if line["seed"] in bf16]
+        cells = [name, str(len(its)), f"{statistics.mean(losses):.4f}"]
+        cells.append(f"{statistics.mean(apart):+.2%}" if apart else "")
+        cells.append(f"{statistics.stdev(apart) / len(apart) ** 0.5:.2%}" if len(apart) > 1 else "")
+        least: dict[str, tuple[float, str]] = {}
+        for line in its:
+            for step, layers in line["decibels"].items():
+                layer = min(layers, key=layers.__getitem__)
+                least[str(step)] = min(least.get(str(step), (math.inf, "")), (layers[layer], layer))
+        cells.append(", ".join(f"step {step}: {noise:.1f} ({layer})" for step, (noise, layer) in least.items()))
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -203,6 +227,8 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     first = next(line for line in lines if line["run"] == "bf16")
+    # once each: more curves can't be told apart
+    lines = list({line["run"]: line for line in reversed(lines)}.values())[::-1]
     figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(9, 8))
     for line in lines:
         steps = range(1, len(line["losses"]) + 1)
@@ -218,11 +244,14 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", required=True, help="prefix of token files")
+    parser.add_argument("--text", help="prefix of token files")
     parser.add_argument("--runs", default=";".join(RUNS), help=f"of them and of {'; '.join(TE_RUNS)}, with ; between")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seq", type=int, default=SEQ)
     parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--warmup", type=int, default=50, help="steps in which the learning rate rises")
+    parser.add_argument("--seeds", default="1", help="of initial weights, with commas between")
+    parser.add_argument("--table", type=Path, help="trains nothing: the table of the lines in this file")
     parser.add_argument("--at", type=int, nargs="*", default=[1, 100, 500], help="steps whose gradients are compared")
     parser.add_argument("--small", action="store_true", help="a model that a CPU trains")
     parser.add_argument("--out", help="a file that every line is appended to")
@@ -232,19 +261,24 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
+    if args.table:
+        print(summary([json.loads(text) for text in args.table.read_text().splitlines()]))
+        return
+    if args.text is None:
+        raise SystemExit("--text PREFIX says which token files; --table FILE trains nothing")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         # known before minutes of training
         raise SystemExit("--plot needs matplotlib, which is not installed; leave it out: --out keeps all losses")
     device = device_here()
     lines = []
-    for name in args.runs.split(";"):
-        line = run(args, name, device)
-        lines.append(line)
-        text = json.dumps(line)
-        print(json.dumps({key: value for key, value in line.items() if key != "losses"}), flush=True)
-        if args.out:
-            with open(args.out, "a") as file:
-                file.write(text + "\n")
+    for seed in map(int, args.seeds.split(",")):
+        for name in args.runs.split(";"):
+            line = run(args, name, seed, device)
+            lines.append(line)
+            print(json.dumps({key: value for key, value in line.items() if key != "losses"}), flush=True)
+            if args.out:
+                with open(args.out, "a") as file:
+                    file.write(json.dumps(line) + "\n")
     print(summary(lines))
     if args.plot:
         draw(lines, args.plot)

@@ -28,6 +28,21 @@ CASES = {
     },
     "fp16": {"precision": {"kind": "fp16", "initial_scale": 2.0**24, "growth_interval": 3, "hysteresis": 2}},
 }
+# What products and casts take: sizes that 16 divides, 128 for blocks.
+WIDE = {
+    "model": {
+        "kind": "decoder", "n_layers": 4, "d_model": 128, "n_heads": 4, "n_kv_heads": 4, "d_head": 32, "d_ffn": 256,
+        "vocab_size": 37,
+    },
+    "data": {"kind": "synthetic", "vocab_size": 37, "seq_len": 128},
+}  # fmt: skip
+for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
+    CASES[f"fp8 {recipe}"] = WIDE | {"precision": {"kind": "fp8", "recipe": recipe}}
+# With scales that forget.
+SHORT = {"kind": "fp8", "recipe": "delayed", "amax_history": 3}
+CASES["fp8 delayed, short"] = WIDE | {"precision": SHORT}
+EXPERTS = {"moe": {"n_experts": 4, "d_expert": 128, "top_k": 2}}
+CASES["fp8 delayed, experts"] = WIDE | {"precision": SHORT, "model": WIDE["model"] | EXPERTS}
 
 
 @pytest.mark.parametrize("name", CASES)

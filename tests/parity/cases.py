@@ -162,7 +162,8 @@ class Case:
     scale: float = 1.0
     """Loss scale at the first step."""
     precision: str = "fp64"
-    """`fp8 RECIPE`: products of all layers in fp8 of that recipe, everything else in fp64."""
+    """`fp8 RECIPE`: products of all layers in fp8 of that recipe, everything else in fp64; `fp8 RECIPE in bf16`: as it
+    is trained."""
     wide: bool = False
     """Widths that blocks of 128 divide on each of two ranks."""
     d_model: int = 32
@@ -389,12 +390,12 @@ def content_of(case: Case) -> dict[str, Any]:
 def _precision(case: Case) -> dict[str, Any]:
     if not case.precision.startswith("fp8"):
         return {"kind": case.precision}
-    recipe = case.precision.partition(" ")[2]
+    recipe, _, outside = case.precision.removeprefix("fp8 ").partition(" in ")
     precision = {
         "kind": "fp8",
         "recipe": recipe,
         "format": "hybrid" if recipe in ("tensorwise", "delayed") else "e4m3",
-        "outside": "fp64",
+        "outside": outside or "fp64",
         "first_layers_bf16": 0,
         "last_layers_bf16": 0,
     }

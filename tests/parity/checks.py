@@ -9,7 +9,7 @@ from megaspec.runtime.build import plain_model
 from megaspec.train.trainable import trained_names
 from megaspec.verify.parity import TOLERANCES, Finding, Tolerances, Trajectory, compare, gradient_errors
 from tests.conftest import Tell
-from tests.parity.cases import Case, alone, spec_of
+from tests.parity.cases import Case, Settings, alone, spec_of
 from tests.parity.tasks import run_case, truth_of
 from tests.ranks import RankPool
 
@@ -76,6 +76,41 @@ def check_low(
     tell(f"{case}: {said}")
     for what, error in found.items():
         assert error <= 2 * floor[what], f"{case}: {what} is {error:.2e} off, one rank {floor[what]:.2e}"
+
+
+def check_fp8(pool: RankPool, case: Case, tell: Tell, *, kernels: Settings = (), device: str = "cpu") -> None:
+    """In fp8 as it is trained, bf16 outside of products, a run is what one rank computes in fp8; prints how far apart.
+
+    Where every product has the same numbers on one rank, they are at most three times as far apart as bf16 on one rank
+    is from fp64. Where ranks share a sum of the forward pass (tp, cp), bf16 rounds it otherwise, and a number on the
+    middle of two of fp8's grid goes to the other one, 32 times as far away as bf16's next: there a run is at most twice
+    as far from fp64 as one rank in fp8 is. (That nothing else differs there is held in fp64, by `check`.)
+
+    One rank takes the micro batches of all ranks one after the other, by the same `kernels`. The truth begins with the
+    same rounded weights. Over 24 batches at the initial weights, since one error's sign is chance.
+    """
+    case = replace(case, lr=1e-30, also=(*case.also, *kernels))
+    computed_by = {k: getattr(case, k) for k in ("attention", "cross_entropy", "compile", "pad")}
+    one = replace(alone(case), lr=1e-30, also=kernels, **computed_by)
+    # a kernel for fp8 is not said where nothing is in fp8
+    plain = replace(one, precision="bf16", also=())
+    more = {"steps": LOW_STEPS, "device": device, "round_to": "bfloat16"}
+    truth = truth_of(replace(plain, precision="fp64", attention="reference"), **more)
+    bf16 = low_errors(run_case(pool, plain, **more), truth)
+    one_in_fp8 = run_case(pool, one, **more)
+    fp8 = low_errors(one_in_fp8, truth)
+    many_in_fp8 = run_case(pool, case, **more)
+    apart = low_errors(many_in_fp8, one_in_fp8)
+    said = ", ".join(f"{k} {apart[k]:.1e} apart (bf16 {bf16[k]:.1e}, fp8 {fp8[k]:.1e} off)" for k in apart)
+    tell(f"{case}: {said}")
+    assert fp8["loss"] > 2 * bf16["loss"], f"{case}: nothing was computed in fp8: {fp8}, in bf16 {bf16}"
+    found = apart
+    limits = {what: 3 * error for what, error in bf16.items()}
+    if case.tp * case.cp > 1:
+        found = low_errors(many_in_fp8, truth)
+        limits = {what: 2 * error for what, error in fp8.items()}
+    for what, error in found.items():
+        assert error <= limits[what], f"{case}: {what} is {error:.2e} off, at most {limits[what]:.2e}"
 
 
 def low_errors(run: Trajectory, truth: Trajectory) -> dict[str, float]:

@@ -18,7 +18,7 @@ from tests.nn.plain_producers import OPERATIONS
 from tests.nn.plain_producers import train as train_with_producers
 from tests.parity.bugs import FP8, Bug
 from tests.parity.cases import Case, alone, empty_of
-from tests.parity.checks import check
+from tests.parity.checks import check, check_fp8
 from tests.parity.tasks import run_case, train, trajectory_of, truth_of
 from tests.ranks import RankPool
 from tests.source_patch import Patch
@@ -143,6 +143,14 @@ WRITING_BUGS = {
 WRITTEN_IN_PARTS = [
     Case(cp=2, precision="fp8 delayed", mask="uneven", accumulate=2),
     Case(tp=4, sequence=True, precision="fp8 delayed", kv_heads=2, accumulate=2, documents=True),
+]
+
+
+# With bf16 outside of products, as it is trained.
+TRAINED = [
+    Case(dp=2, strategy="fsdp", precision="fp8 tensorwise in bf16", d_model=64, mask="uneven"),
+    Case(dp=2, ep=2, router="softmax", precision="fp8 rowwise in bf16", d_model=64, mask="uneven"),
+    Case(tp=2, sequence=True, precision="fp8 delayed in bf16", d_model=64, mask="uneven"),
 ]
 
 
@@ -357,3 +365,8 @@ def test_planted_bugs_are_caught(bug: Bug, tell: Tell) -> None:
     assert fired, f"not caught: {findings[0]}"
     tell(f"{bug}: {fired[0]}, margin {fired[0].margin:.0e}")
     assert fired[0].margin >= 100
+
+
+@pytest.mark.parametrize("case", TRAINED, ids=str)
+def test_as_it_is_trained(pool: RankPool, case: Case, tell: Tell) -> None:
+    check_fp8(pool, case, tell)
