@@ -198,7 +198,7 @@ def summary(lines: list[dict[str, Any]]) -> str:
     of_run: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         of_run[line["run"]].append(line)
-    bf16 = {line["seed"]: line["last_loss"] for line in of_run["bf16"]}
+    bf16 = {line["seed"]: line["last_loss"] for line in lines if line["run"] == "bf16"}
     rows = [
         "| run | seeds | loss at the end | from bf16's | standard error | least signal to noise, dB |",
         "|---|---|---|---|---|---|",
