@@ -1,6 +1,7 @@
 """Layouts over NCCL against one GPU: the harness of tests/parity on two devices."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -41,12 +42,13 @@ TRAINED = [
     Case(dp=2, mask="uneven"),
     Case(dp=2, strategy="zero1", mask="uneven"),
     Case(dp=2, strategy="fsdp", mask="uneven", compile="block"),
-    Case(dp=2, strategy="fsdp", mask="uneven", also=(("precision.gather_fp8", True),)),
     Case(pp=2, schedule="zb_h1", n_layers=4, accumulate=2, mask="uneven"),
     Case(tp=2, mask="uneven"),
     Case(tp=2, sequence=True, mask="uneven", compile="block"),
     Case(cp=2, mask="uneven"),
 ]
+# Weights that are gathered in fp8, which have one scale.
+GATHERED = Case(dp=2, strategy="fsdp", mask="uneven", also=(("precision.gather_fp8", True),))
 WITH_EXPERTS = [
     Case(dp=2, ep=2, router="softmax", mask="uneven"),
     Case(dp=2, ep=2, router="softmax", dispatch="all_gather", mask="uneven", strategy="zero1"),
@@ -70,8 +72,11 @@ def test_products_in_fp8_are_those_of_one_gpu(gpu_pool: RankPool, case: Case, te
     check(gpu_pool, case, tell, steps=3, device="cuda")
 
 
-@pytest.mark.parametrize("case", TRAINED, ids=str)
-@pytest.mark.parametrize("recipe", PRODUCTS)
+@pytest.mark.parametrize(
+    ("recipe", "case"),
+    [*product(PRODUCTS, TRAINED), ("tensorwise", GATHERED), ("delayed", GATHERED)],
+    ids=str,
+)
 def test_fp8_as_it_is_trained_is_that_of_one_gpu(gpu_pool: RankPool, recipe: str, case: Case, tell: Tell) -> None:
     kernels = (("kernels.fp8_cast", "triton"), ("kernels.scaled_product", PRODUCTS[recipe]))
     case = replace(case, precision=f"fp8 {recipe} in bf16", wide=True)
