@@ -192,20 +192,26 @@ def run(args: argparse.Namespace, name: str, seed: int, device: torch.device) ->
     }
 
 
+def apart_from(lines: list[dict[str, Any]], bf16: list[dict[str, Any]]) -> list[float]:
+    """By how much, of bf16's, a run's losses at the end are above those of bf16 from the same seeds."""
+    theirs = {line["seed"]: line["last_loss"] for line in bf16}
+    return [line["last_loss"] / theirs[line["seed"]] - 1 for line in lines if line["seed"] in theirs]
+
+
 def summary(lines: list[dict[str, Any]]) -> str:
     """Mean losses at the end of each run over those of bf16 from the same seeds, with the standard error of their
     difference, and the layer with most noise at each step."""
     of_run: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         of_run[line["run"]].append(line)
-    bf16 = {line["seed"]: line["last_loss"] for line in lines if line["run"] == "bf16"}
+    bf16 = [line for line in lines if line["run"] == "bf16"]
     rows = [
         "| run | seeds | loss at the end | from bf16's | standard error | least signal to noise, dB |",
         "|---|---|---|---|---|---|",
     ]
     for name, its in of_run.items():
         losses = [line["last_loss"] for line in its]
-        apart = [line["last_loss"] / bf16[line["seed"]] - 1 for line in its if line["seed"] in bf16]
+        apart = apart_from(its, bf16)
         cells = [name, str(len(its)), f"{statistics.mean(losses):.4f}"]
         cells.append(f"{statistics.mean(apart):+.2%}" if apart else "")
         cells.append(f"{statistics.stdev(apart) / len(apart) ** 0.5:.2%}" if len(apart) > 1 else "")

@@ -1,6 +1,7 @@
 """The tables of README.md beside their raw lines: what each column says of a line, and which cells no line says."""
 
 import json
+import math
 import re
 import statistics
 from collections import defaultdict
@@ -20,6 +21,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.fill import plainly_filled
 from megaspec_kernels.catalog import CATALOG
 from tests.benchmarks import bench_train
+from tests.benchmarks.bench_fp8_accuracy import apart_from
 from tests.estimate.earlier import earlier_code
 
 RESULTS = Path(__file__).parent / "results"
@@ -136,6 +138,8 @@ def _groups(file: str) -> tuple[Group, ...]:
         line = json.loads(text)
         identity = [line.get(name) for name in _IDENTITY]
         identity.append(line.get("kernels", line).get("attention"))
+        # elsewhere a run is one of several of the same thing
+        identity.append(line.get("run") if "last_loss" in line else None)
         groups[json.dumps(identity)].lines.append(line)
     return tuple(groups.values())
 
@@ -248,6 +252,16 @@ def _least_decibels(step: int) -> Callable[[Group], list[float | None]]:
     return _each(read)
 
 
+def _runs(group: Group) -> list[Line]:
+    """Those of one kind from several seeds."""
+    return [line for line in group.lines if "seed" in line and "last_loss" in line]
+
+
+def _mean_loss(group: Group) -> list[float | None]:
+    losses = [line["last_loss"] for line in _runs(group)]
+    return [statistics.mean(losses)] if losses else []
+
+
 def _last_validation(group: Group) -> list[float | None]:
     return [line["loss"] for line in group.lines if line.get("event") == "eval"][-1:]
 
@@ -266,6 +280,8 @@ def _extra_of_ranks(group: Group) -> list[float | None]:
 COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "tok/s a GPU": _field("tokens_per_s_gpu"),
     "loss of the last 20 steps": _field("last_loss"),
+    "seeds": lambda group: [len(_runs(group))],
+    "mean loss of the last 20 steps": _mean_loss,
     "dB at step 1": _least_decibels(1),
     "at step 100": _least_decibels(100),
     "at step 500": _least_decibels(500),
@@ -467,6 +483,30 @@ def _is_the_ratio_to_the_only(table: Table, row: dict[str, str], groups: list[Gr
     return _wrong_ratio(row["to the peer's 1F1B"], _ours(row), _ours(peer)[0].value)
 
 
+def _over_seeds(compute: Callable[[list[float]], float]) -> Callable[[Table, dict[str, str], list[Group]], str]:
+    """Of how far a row's runs are from bf16's, seed by seed, in per cent."""
+
+    def check(table: Table, row: dict[str, str], groups: list[Group]) -> str:
+        name = next(name for name, one in DERIVED.items() if one is check)
+        (number,) = numbers_of(row[name])
+        bf16 = [line for group in groups for line in _runs(group) if line["run"] == "bf16"]
+        own = [(column, cell) for column, cell in row.items() if column in COLUMNS and cell]
+        tried = []
+        for group in groups:
+            apart = apart_from(_runs(group), bf16)
+            if apart and not _missing(group, own):
+                tried.append(100 * compute(apart))
+        if any(number.shows(value) for value in tried):
+            return ""
+        return f"the lines say {', '.join(f'{value:.3f}' for value in tried) or 'nothing'}"
+
+    return check
+
+
+def _standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
+
+
 def _is_the_change(table: Table, row: dict[str, str], groups: list[Group]) -> str:
     (before,), (after,), (change,) = (
         numbers_of(row[name]) for name in ("step, ms: before", "step, ms: after", "change")
@@ -494,5 +534,7 @@ DERIVED: dict[str, Callable[[Table, dict[str, str], list[Group]], str]] = {
     "peer, tok/s a GPU": _is_a_peers,
     "ratio": _is_the_ratio,
     "change": _is_the_change,
+    "from bf16's": _over_seeds(statistics.mean),
+    "standard error": _over_seeds(_standard_error),
     "to the peer's 1F1B": _is_the_ratio_to_the_only,
 }
