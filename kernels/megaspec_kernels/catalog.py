@@ -46,7 +46,8 @@ class Requirement:
     window: bool = True
     """Whether it has windows of keys and chunks of a sequence."""
     blocks: bool = True
-    """Whether it gives a block's log-sum-exp itself, for ranks that have parts of a sequence; else they take sdpa's."""
+    """Whether it attends to a part of a sequence, with its log-sum-exp, for ranks that train on parts of sequences.
+    Where text is generated those that don't take sdpa's blocks."""
     deterministic: bool = True
     """Whether it can add gradients in one order."""
     deterministic_documents: bool = True
@@ -284,6 +285,8 @@ class Use:
     """Attention stays inside packed documents."""
     window: bool = False
     """A query sees a window or a chunk of keys in some layer."""
+    blocks: bool = False
+    """A rank attends to parts of a sequence, not to whole ones."""
     deterministic: bool = False
     """Gradients are added in one order."""
     head_size: int | None = None
@@ -347,6 +350,8 @@ def _unmet_by_attention(need: Requirement, use: Use) -> str | None:
         return "keeps no documents apart"
     if use.window and not need.window:
         return "has no windows"
+    if use.blocks and not need.blocks:
+        return "attends to whole sequences"
     if use.deterministic and not need.deterministic:
         return "adds gradients in no fixed order"
     if use.deterministic and use.documents and not need.deterministic_documents:

@@ -47,6 +47,12 @@ class ContextSpec(Frozen):
     """Ranks of the all-to-all and of the ring of `hierarchical`; their product is cp."""
 
 
+def attends_to_blocks(kind: str, *, cp: int) -> bool:
+    """Whether ranks attend to parts of sequences: after an all-to-all each has whole ones of some heads. `kind`: of
+    ContextSpec."""
+    return cp > 1 and kind != "all_to_all"
+
+
 class RecomputeSpec(Frozen):
     """Activations that the backward pass computes again instead of keeping them."""
 

@@ -20,13 +20,15 @@ from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
 from megaspec.core.remote_files import is_url
 from megaspec.data.spec import IndexedSpec
-from megaspec.estimate.attention_rates import HEAD_SIZES, AttentionRate, faster_ones, fastest, kind_of
+from megaspec.estimate.attention_choice import attention_rates, fastest_attention
+from megaspec.estimate.attention_rates import HEAD_SIZES, faster_ones, kind_of
 from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
 from megaspec.nn.layer.spec import norms_before_mixers
 from megaspec.nn.mlp.spec import ClampedMlpSpec, GatedMlpSpec
 from megaspec.optim.spec import has_narrow_states
+from megaspec.parallelism.spec import attends_to_blocks
 from megaspec.precision.spec import Fp8Precision, fp8_recipe, may_write_fp8, model_format
 from megaspec.recipe import Recipe
 from megaspec.rules.case import can_split_sequences
@@ -34,7 +36,7 @@ from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.spec import Decision
-from megaspec_kernels.catalog import CATALOG, HALF, IDLE_BESIDE_TE, PACKAGES, Use, choose, runs_on, unmet
+from megaspec_kernels.catalog import CATALOG, HALF, IDLE_BESIDE_TE, PACKAGES, Use, choose, unmet
 
 MICRO_BATCH_TOKENS = 8192
 # Tokens of a micro batch · d_model², from which on a GPU takes longer for a compiled layer than the host does for
@@ -511,7 +513,7 @@ def kernels(draft: ResolverDraft) -> None:
         if operation in use.small and operation not in use.writes_fp8:
             reason += " in layers so small that they wait for the host"
         if operation == "attention":
-            measured = _fastest_attention(draft.target, use)
+            measured = fastest_attention(draft.target, use)
             if measured is not None:
                 best = measured
                 reason = f"the fastest that was measured on {draft.target.gpu} for heads of {use.head_size}"
@@ -524,9 +526,7 @@ def kernels(draft: ResolverDraft) -> None:
         if operation in IDLE_BESIDE_TE and use.fp8_recipe is not None and draft["kernels.linear"] == "te":
             reason = "not used: kernels.linear=te casts and multiplies itself"
         chosen = CATALOG[operation].implementations[best]
-        if not chosen.blocks and draft["parallelism.cp"] > 1 and draft["parallelism.context.kind"] != "all_to_all":
-            reason += ", ranks with parts of a sequence take sdpa's blocks"
-        elif chosen.skips_hidden:
+        if chosen.skips_hidden:
             reason += ", leaves out what windows, chunks or documents hide"
         if chosen.writes_fp8 and operation in use.writes_fp8:
             reason += ", writes fp8 itself by delayed scales"
@@ -541,15 +541,6 @@ def kernels(draft: ResolverDraft) -> None:
         draft.fill("kernels.compile", "none", "no GPU")
 
 
-def _fastest_attention(target: Target, use: Use) -> str | None:
-    """By the shipped table of such a GPU; None where it has nothing to compare."""
-    if use.head_size is None:
-        return None
-    names = runs_on("attention", device=target.device, sm=target.sm, use=use, packages=target.versions)
-    kind = kind_of(documents=use.documents, window=use.window)
-    return fastest(_attention_rates(target), among=names, kind=kind, head_size=use.head_size)
-
-
 def _first_of_the_catalog(use: Use) -> str:
     """Why an implementation of attention is taken where no two were measured for the use."""
     reason = "first of the catalog that runs"
@@ -557,6 +548,8 @@ def _first_of_the_catalog(use: Use) -> str:
         return f"{reason} with attention dropout"
     if use.score_cap:
         return f"{reason} with capped attention scores"
+    if use.blocks:
+        return f"{reason} on parts of sequences"
     return reason
 
 
@@ -568,7 +561,9 @@ def _not_measured(target: Target, use: Use) -> str:
     if use.score_cap:
         return "; not measured with capped scores"
     can_be_measured = hardware_of(target) is not None and use.head_size in HEAD_SIZES and use.precision in HALF
-    if can_be_measured and not _attention_rates(target):
+    if can_be_measured and use.blocks and attention_rates(target):
+        return f"; only whole sequences were measured on {target.gpu}"
+    if can_be_measured and not attention_rates(target):
         return f"; not measured on {target.gpu}: megaspec bench throughput measures it"
     return f"; not measured on {target.gpu} for heads of {use.head_size} in {use.precision}"
 
@@ -580,7 +575,7 @@ def _faster_but_left_out(best: str, target: Target, use: Use) -> str:
         return ""
     kind = kind_of(documents=use.documents, window=use.window)
     left_out = []
-    for name, share in faster_ones(_attention_rates(target), best, kind=kind, head_size=use.head_size).items():
+    for name, share in faster_ones(attention_rates(target), best, kind=kind, head_size=use.head_size).items():
         left_out.append(f"{name} takes {1 - share:.0%} less, {_why_not(name, target, use)}")
     if not left_out:
         return ""
@@ -596,14 +591,6 @@ def _why_not(name: str, target: Target, use: Use) -> str:
     return f"not installed here: {need.install}"
 
 
-def _attention_rates(target: Target) -> tuple[AttentionRate, ...]:
-    """Of such a GPU; none of a CPU, and of GPUs that nobody measured."""
-    hardware = hardware_of(target)
-    if target.device != "cuda" or hardware is None:
-        return ()
-    return throughput_of(hardware).attention_rates
-
-
 def _kernel_use(draft: ResolverDraft) -> Use:
     """What the recipe asks of its kernels, in the catalog's words."""
     moe = draft["model"].get("moe")
@@ -617,6 +604,7 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         hides_keys=draft.recipe.data.document_mask or draft.recipe.model.hides_keys(draft["data.seq_len"]),
         documents=draft.recipe.data.document_mask,
         window=draft.recipe.model.hides_keys(draft["data.seq_len"]),
+        blocks=attends_to_blocks(draft["parallelism.context.kind"], cp=draft["parallelism.cp"]),
         deterministic=draft["train.deterministic"],
         head_size=draft["model.d_head"],
         precision=model_format(draft.recipe.precision),

@@ -1,6 +1,7 @@
 """What a recipe asks of its kernels, in the catalog's words."""
 
 from megaspec.optim.spec import has_narrow_states
+from megaspec.parallelism.spec import attends_to_blocks
 from megaspec.precision.spec import fp8_recipe, model_format
 from megaspec.recipe import Recipe
 from megaspec_kernels.catalog import Use
@@ -19,6 +20,7 @@ def use_of(recipe: Recipe) -> Use:
         hides_keys=recipe.data.document_mask or recipe.model.hides_keys(recipe.data.seq_len),
         documents=recipe.data.document_mask,
         window=recipe.model.hides_keys(recipe.data.seq_len),
+        blocks=attends_to_blocks(recipe.parallelism.context.kind, cp=recipe.parallelism.cp),
         deterministic=recipe.train.deterministic,
         head_size=recipe.model.d_head,
         precision=model_format(recipe.precision),

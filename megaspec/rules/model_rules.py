@@ -229,11 +229,14 @@ def _kernel(case: Case, operation: str) -> Problem | None:
 def _who_asks(case: Case) -> dict[str, str]:
     """The catalog's words for what an implementation lacks -> the setting that asks for it, which it doesn't know."""
     model = case.recipe.model
+    parallelism = case.recipe.parallelism
+    context = f"parallelism.cp={parallelism.cp} by {parallelism.context.kind}"
     return {
         "has no attention dropout": f"model.attention.dropout={model.attention.dropout} asks for it",
         "caps no scores": f"model.attention.score_cap={getattr(model.attention, 'score_cap', None)} asks for it",
         "keeps no documents apart": "data.document_mask=true asks for it",
         "has no windows": "some layer of the model has one",
+        "attends to whole sequences": f"{context} gives ranks parts",
         "adds gradients in no fixed order": "train.deterministic=true asks for one",
         "adds gradients of documents in no fixed order": "train.deterministic=true and data.document_mask=true ask for "
         "one",

@@ -18,10 +18,11 @@ from megaspec.parallelism.stages import stage_problem
 from megaspec.recipe import Recipe
 from megaspec.rules.case import Case, can_split_sequences
 from megaspec.rules.difference import leaves
+from megaspec.rules.kernel_use import use_of
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import RULES
 from megaspec.rules.unbuilt import unbuilt_problems
-from megaspec_kernels.catalog import packages_of
+from megaspec_kernels.catalog import CATALOG, choose, packages_of
 
 MOST = 4
 
@@ -275,9 +276,19 @@ def _doubled(axis: str) -> Callable[[Recipe], Recipe | None]:
         splits = can_split_sequences(
             tp=widened.tp, cp=widened.cp, seq_len=recipe.data.seq_len, max_seq_len=recipe.model.max_seq_len
         )
-        return _laid_out(recipe, **changes, sequence_parallel=splits)
+        return attending(_laid_out(recipe, **changes, sequence_parallel=splits))
 
     return turn
+
+
+def attending(recipe: Recipe) -> Recipe:
+    """With attention that runs on every device where a changed layout gives ranks parts of sequences, and what is set
+    attends to whole ones alone."""
+    use = use_of(recipe)
+    if not use.blocks or CATALOG["attention"].implementations[recipe.kernels.attention].blocks:
+        return recipe
+    attention = choose("attention", device="cpu", sm=0, use=use)
+    return recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"attention": attention})})
 
 
 def _one_by_one(recipe: Recipe) -> Recipe | None:

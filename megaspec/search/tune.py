@@ -17,6 +17,7 @@ from math import gcd, inf
 from megaspec.core.axes import fewest_gpus
 from megaspec.core.divisors import divisors
 from megaspec.core.frozen import AUTO
+from megaspec.estimate.attention_choice import attention_for
 from megaspec.estimate.batch_sizes import data_parallel
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.memory import StageMemory, fullest, fullest_until, fullest_within, memory_of
@@ -27,6 +28,7 @@ from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec, RecomputeSp
 from megaspec.parallelism.stages import EVENLY
 from megaspec.recipe import Recipe
 from megaspec.rules.case import Case, can_split_sequences
+from megaspec.rules.kernel_use import use_of
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import is_legal
 from megaspec.rules.unbuilt import unbuilt_problems
@@ -402,9 +404,21 @@ def layouts(grid: Grid) -> Iterator[Recipe]:
         micro_batch = _micro_batches(grid, dp)[0]
         for pipeline in pipelines(grid, degrees["pp"]):
             parallelism = grid.recipe.parallelism.model_copy(update={**changes, "pipeline": pipeline})
-            recipe = _by_load(grid, _changed(grid.recipe, parallelism, micro_batch))
+            recipe = _with_attention(grid, _changed(grid.recipe, parallelism, micro_batch))
+            recipe = _by_load(grid, recipe)
             if _is_legal_in_a_strategy(grid, recipe):
                 yield recipe
+
+
+def _with_attention(grid: Grid, recipe: Recipe) -> Recipe:
+    """With the attention that the resolver takes for such a layout, unless the user named one: not every
+    implementation attends to parts of sequences."""
+    if "kernels.attention" not in grid.decided:
+        return recipe
+    attention = attention_for(grid.target, use_of(recipe))
+    if attention == recipe.kernels.attention:
+        return recipe
+    return recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"attention": attention})})
 
 
 def _is_legal_in_a_strategy(grid: Grid, layout: Recipe) -> bool:

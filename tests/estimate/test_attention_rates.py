@@ -7,6 +7,7 @@ import pytest
 from megaspec.commands.planned import planned_target
 from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
+from megaspec.estimate import attention_choice
 from megaspec.estimate import throughput as throughput_module
 from megaspec.estimate.attention_rates import AttentionRate, against_causal, faster_ones, fastest, kind_of
 from megaspec.estimate.hardware import HARDWARE
@@ -15,7 +16,6 @@ from megaspec.estimate.throughput import MeasuredThroughput, throughput_of
 from megaspec.estimate.topology import topology_of
 from megaspec.estimate.trained import facts_of
 from megaspec.estimate.work import layer_parts
-from megaspec.resolve import fill
 from tests.resolve.test_fill import FACTS, H200, spec_of
 
 
@@ -86,7 +86,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200 whose table has rates."""
     shipped = throughput_of(HARDWARE["H200"]).table
     table = shipped.model_copy(update={"attention_rates": RATES})
-    monkeypatch.setattr(fill, "throughput_of", lambda hardware: MeasuredThroughput(table, hardware))
+    monkeypatch.setattr(attention_choice, "throughput_of", lambda hardware: MeasuredThroughput(table, hardware))
 
 
 WITH = H200.model_copy(update={"gpus": 1, "versions": H200.versions | {"nvidia-cudnn-frontend": "1.18.0"}})
@@ -154,14 +154,16 @@ def test_what_is_faster_and_left_out_is_named_with_the_reason(measured: None) ->
     assert "left out" not in attention_of(*WIDE, "model.attention.score_cap=30.0", target=bare)[1]
 
 
-@pytest.mark.parametrize(("kind", "is_told"), [("ring", True), ("all_gather", True), ("all_to_all", False)])
-def test_whose_blocks_ranks_with_parts_of_a_sequence_take_is_told(measured: None, kind: str, is_told: bool) -> None:
+@pytest.mark.parametrize(("kind", "name"), [("ring", "sdpa"), ("all_gather", "sdpa"), ("all_to_all", "flex")])
+def test_what_attends_to_whole_sequences_is_not_taken_for_parts_of_them(measured: None, kind: str, name: str) -> None:
     two = H200.model_copy(update={"gpus": 2})
     words = ("launcher.ranks=2", "parallelism.cp=2", f"parallelism.context.kind={kind}")
-    name, reason = attention_of(*DOCUMENTS, *words, target=two)
-    assert name == "flex"
-    assert ("ranks with parts of a sequence take sdpa's blocks" in reason) == is_told
-    assert ("leaves out what windows" in reason) != is_told
+    assert attention_of(*DOCUMENTS, *words, target=two)[0] == name
+    if name == "flex":
+        return
+    told = rf"kernels\.attention=flex attends to whole sequences, parallelism\.cp=2 by {kind} gives ranks parts; set "
+    with pytest.raises(RecipeError, match=told):
+        spec_of(*DOCUMENTS, *words, "kernels.attention=flex", target=two)
 
 
 def test_without_figures_auto_takes_the_catalogs_order() -> None:

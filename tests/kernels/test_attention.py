@@ -479,7 +479,7 @@ def table_of_readme() -> str:
             "yes",
             _in_words(need.score_cap),
             _in_words(need.attention_dropout),
-            "its own" if need.blocks else "sdpa's",
+            _in_words(need.blocks),
             _in_one_order(need),
             need.package or "",
         ]

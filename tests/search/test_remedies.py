@@ -6,8 +6,9 @@ import pytest
 
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
+from megaspec.parallelism.spec import ContextSpec
 from megaspec.recipe import Recipe
-from megaspec.search.remedies import remedies, savings
+from megaspec.search.remedies import LEVERS, remedies, savings
 from tests.plan.plans import MOE, plan
 
 WIDE = {"kind": "decoder", "n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_ffn": 14336}
@@ -120,3 +121,13 @@ def test_a_schedule_that_holds_more_can_go(pipeline, overrides):
     plain = savings(eight_b(sharded), HARDWARE["H100"], most=20)
     assert plain
     assert not any("schedule" in word for one in plain for word in one.overrides)
+
+
+def test_parts_of_sequences_come_with_attention_that_has_them():
+    found = eight_b({"dp_replicate": 8})
+    flex = found.model_copy(update={"kernels": found.kernels.model_copy(update={"attention": "flex"})})
+    doubled = next(lever for lever in LEVERS if lever.field == "cp").turn
+    assert doubled(found).kernels.attention == found.kernels.attention
+    assert doubled(flex).kernels.attention == "sdpa"
+    whole = flex.parallelism.model_copy(update={"context": ContextSpec(kind="all_to_all")})
+    assert doubled(flex.model_copy(update={"parallelism": whole})).kernels.attention == "flex"

@@ -1,6 +1,7 @@
 """The search for a layout: legal, fitting, sorted, complete; and what `parallelism=auto` takes from it."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -79,6 +80,24 @@ def test_layouts_are_all_that_the_rules_let_pass():
         legal.add((tp, pp, cp))
     assert seen == legal
     assert len(legal) > 10
+
+
+def test_layouts_have_the_attention_that_auto_takes_for_them():
+    """Of kernels flex alone caps scores, of whole sequences alone: a layout with parts of them is weighed with what it
+    would run."""
+    words = ("model.attention.score_cap=30.0", "parallelism.tp=1", "parallelism.pp=1")
+    grid = without(grid_of("llama3_2_1b", *words, gpus=4), "parallelism.tp", "parallelism.pp")
+    assert grid.recipe.kernels.attention == "flex"
+    # the user named it
+    assert {layout.parallelism.cp for layout in layouts(grid)} == {1}
+    grid = replace(grid, decided=frozenset({"kernels.attention"}))
+    taken = {layout.parallelism.cp: layout.kernels.attention for layout in layouts(grid)}
+    assert taken == {1: "flex", 2: "reference", 4: "reference"}
+    for cp, attention in taken.items():
+        spec = resolve(
+            compose("llama3_2_1b", [*words, f"parallelism.cp={cp}", "launcher.ranks=4"]).recipe, grid.target, FACTS
+        )
+        assert spec.kernels.attention == attention
 
 
 def test_more_recomputation_than_is_needed_only_costs_time():

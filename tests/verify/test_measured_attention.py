@@ -11,10 +11,10 @@ import torch
 
 from megaspec.cli import main
 from megaspec.commands import bench_throughput as bench
+from megaspec.estimate import attention_choice
 from megaspec.estimate import throughput as throughput_module
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.throughput import ThroughputTable, read_throughput
-from megaspec.resolve import fill
 from megaspec.verify import measured_throughput as module
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels import cudnn_frontend
@@ -103,7 +103,7 @@ def test_every_implementation_that_runs_is_measured_at_every_point(
 
 def test_auto_takes_what_was_measured_and_says_so(one_gpu: None, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(table)
-    monkeypatch.setattr(fill, "throughput_of", lambda hardware: read_throughput(table, hardware))
+    monkeypatch.setattr(attention_choice, "throughput_of", lambda hardware: read_throughput(table, hardware))
     wide = ("model.d_head=128", "precision.kind=bf16")
     window = "model.attention.mask={kind: window, size: 8}"
     taken = {}

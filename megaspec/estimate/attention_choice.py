@@ -1,0 +1,32 @@
+"""The attention that `auto` takes: the fastest that was measured on such a GPU, else the first of the catalog."""
+
+from megaspec.estimate.attention_rates import AttentionRate, fastest, kind_of
+from megaspec.estimate.hardware import hardware_of
+from megaspec.estimate.target import Target
+from megaspec.estimate.throughput import throughput_of
+from megaspec_kernels.catalog import Use, choose, runs_on
+
+
+def attention_for(target: Target, use: Use) -> str:
+    """What `auto` takes."""
+    measured = fastest_attention(target, use)
+    if measured is not None:
+        return measured
+    return choose("attention", device=target.device, sm=target.sm, use=use, packages=target.versions)
+
+
+def fastest_attention(target: Target, use: Use) -> str | None:
+    """By the shipped table of such a GPU; None where it has nothing to compare."""
+    if use.head_size is None:
+        return None
+    names = runs_on("attention", device=target.device, sm=target.sm, use=use, packages=target.versions)
+    kind = kind_of(documents=use.documents, window=use.window)
+    return fastest(attention_rates(target), among=names, kind=kind, head_size=use.head_size)
+
+
+def attention_rates(target: Target) -> tuple[AttentionRate, ...]:
+    """Of such a GPU; none of a CPU, and of GPUs that nobody measured."""
+    hardware = hardware_of(target)
+    if target.device != "cuda" or hardware is None:
+        return ()
+    return throughput_of(hardware).attention_rates
