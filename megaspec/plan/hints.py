@@ -15,7 +15,7 @@ from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.estimate.topology import topology_of
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import Recipe
-from megaspec.rules.kernel_use import use_of
+from megaspec.rules.kernel_use import attention_use_of
 from megaspec.search.changes import within_a_node
 from megaspec.search.remedies import broken, in_words, overrides_of
 from megaspec.spec import Spec
@@ -116,7 +116,8 @@ def _attention_dropout(
     dropout = spec.model.attention.dropout
     if not dropout or spec.kernels.attention != "reference":
         return
-    fused = choose("attention", device="cuda", sm=hardware.sm, use=replace(use_of(spec), attention_dropout=False))
+    use = replace(attention_use_of(spec), attention_dropout=False)
+    fused = choose("attention", device="cuda", sm=hardware.sm, use=use)
     if fused == "reference":
         # something else takes it, too
         return

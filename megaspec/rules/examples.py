@@ -375,6 +375,12 @@ _MODEL = {
         ("kernels.attention=reference",),
         "kernels.attention",
     ),
+    "kernel-attention-parts": Example(
+        ("parallelism.cp=2", _TP1, "precision.kind=bf16", "kernels.attention=flex"),
+        ("parallelism.context.kind=all_to_all",),
+        "kernels.attention",
+        target=H200,
+    ),
     "kernel-cross-entropy": Example(
         ("kernels.cross_entropy=triton",), ("kernels.cross_entropy=chunked",), "kernels.cross_entropy"
     ),

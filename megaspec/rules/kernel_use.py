@@ -1,5 +1,7 @@
 """What a recipe asks of its kernels, in the catalog's words."""
 
+from dataclasses import replace
+
 from megaspec.optim.spec import has_narrow_states
 from megaspec.parallelism.spec import attends_to_blocks
 from megaspec.precision.spec import fp8_recipe, model_format
@@ -8,7 +10,7 @@ from megaspec_kernels.catalog import Use
 
 
 def use_of(recipe: Recipe) -> Use:
-    """Of a filled recipe."""
+    """Of a filled recipe, whichever ranks have parts of sequences."""
     moe = recipe.model.moe
     # both sides of the experts' products on a rank
     widths: tuple[int, ...] = ()
@@ -20,7 +22,6 @@ def use_of(recipe: Recipe) -> Use:
         hides_keys=recipe.data.document_mask or recipe.model.hides_keys(recipe.data.seq_len),
         documents=recipe.data.document_mask,
         window=recipe.model.hides_keys(recipe.data.seq_len),
-        blocks=attends_to_blocks(recipe.parallelism.context.kind, cp=recipe.parallelism.cp),
         deterministic=recipe.train.deterministic,
         head_size=recipe.model.d_head,
         precision=model_format(recipe.precision),
@@ -28,3 +29,9 @@ def use_of(recipe: Recipe) -> Use:
         widths=widths,
         narrow_states=has_narrow_states(recipe.optim),
     )
+
+
+def attention_use_of(recipe: Recipe) -> Use:
+    """Of a filled recipe, and whether its ranks attend to parts of sequences."""
+    parallelism = recipe.parallelism
+    return replace(use_of(recipe), blocks=attends_to_blocks(parallelism.context.kind, cp=parallelism.cp))

@@ -7,10 +7,10 @@ from megaspec.core.errors import Problem
 from megaspec.core.units import counted
 from megaspec.precision.spec import Fp8Precision, fp8_recipe
 from megaspec.rules.case import Case, sequence_unit
-from megaspec.rules.kernel_use import use_of
+from megaspec.rules.kernel_use import attention_use_of, use_of
 from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
 from megaspec.rules.ways import Way, way_out
-from megaspec_kernels.catalog import IDLE_BESIDE_TE, choose, unmet
+from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, choose, unmet
 
 # From here on tensor cores take fp8 matrices as they are, and Transformer Engine makes no columns of whole tensors.
 _BLACKWELL = 100
@@ -80,6 +80,21 @@ def vocabulary_holds_the_data(case: Case) -> Problem | None:
 def attention_kernel_runs(case: Case) -> Problem | None:
     """The attention implementation runs on the target, with the dropout and the cap of scores that the model has."""
     return _kernel(case, "attention")
+
+
+def attention_has_parts_of_sequences(case: Case) -> Problem | None:
+    """Where ranks have parts of sequences, the implementation of attention attends to parts."""
+    # apart from `attention_kernel_runs`, which no layout mends
+    name = case.recipe.kernels.attention
+    use = attention_use_of(case.recipe)
+    if not use.blocks or CATALOG["attention"].implementations[name].blocks:
+        return None
+    best = choose("attention", device=case.target.device, sm=case.target.sm, use=use, packages=case.target.versions)
+    parallelism = case.recipe.parallelism
+    key = "kernels.attention"
+    text = f"{key}={name} attends to whole sequences, parallelism.cp={parallelism.cp} with"
+    text += f" parallelism.context.kind={parallelism.context.kind} gives ranks parts"
+    return Problem(key, f"{text}; set {key}={best}, or parallelism.context.kind=all_to_all")
 
 
 def attention_merge_kernel_runs(case: Case) -> Problem | None:
@@ -229,14 +244,11 @@ def _kernel(case: Case, operation: str) -> Problem | None:
 def _who_asks(case: Case) -> dict[str, str]:
     """The catalog's words for what an implementation lacks -> the setting that asks for it, which it doesn't know."""
     model = case.recipe.model
-    parallelism = case.recipe.parallelism
-    context = f"parallelism.cp={parallelism.cp} by {parallelism.context.kind}"
     return {
         "has no attention dropout": f"model.attention.dropout={model.attention.dropout} asks for it",
         "caps no scores": f"model.attention.score_cap={getattr(model.attention, 'score_cap', None)} asks for it",
         "keeps no documents apart": "data.document_mask=true asks for it",
         "has no windows": "some layer of the model has one",
-        "attends to whole sequences": f"{context} gives ranks parts",
         "adds gradients in no fixed order": "train.deterministic=true asks for one",
         "adds gradients of documents in no fixed order": "train.deterministic=true and data.document_mask=true ask for "
         "one",

@@ -127,6 +127,7 @@ RULES: dict[str, Rule] = {
     "seq-model": model_rules.sequences_fit_the_model,
     "vocab-data": model_rules.vocabulary_holds_the_data,
     "kernel-attention": model_rules.attention_kernel_runs,
+    "kernel-attention-parts": model_rules.attention_has_parts_of_sequences,
     "kernel-attention-merge": model_rules.attention_merge_kernel_runs,
     "kernel-cross-entropy": model_rules.cross_entropy_kernel_runs,
     "kernel-linear": model_rules.linear_kernel_runs,

@@ -20,7 +20,7 @@ from megaspec.parallelism.stages import stage_problem
 from megaspec.recipe import Recipe
 from megaspec.rules.case import can_split_sequences
 from megaspec.rules.difference import differences
-from megaspec.rules.kernel_use import use_of
+from megaspec.rules.kernel_use import attention_use_of
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.remedies import attending, broken, in_words, overrides_of, target_of
@@ -269,7 +269,7 @@ def _switches(recipe: Recipe) -> Iterator[Recipe]:
 
 def _kernels(recipe: Recipe, hardware: Hardware) -> Iterator[Recipe]:
     """The best implementation of each operation, where another one is set."""
-    use = use_of(recipe)
+    use = attention_use_of(recipe)
     # what the recipe names is taken to be there
     packages = packages_of(recipe.kernels.model_dump())
     best = {name: choose(name, device="cuda", sm=hardware.sm, use=use, packages=packages) for name in CATALOG}

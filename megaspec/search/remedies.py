@@ -18,7 +18,7 @@ from megaspec.parallelism.stages import stage_problem
 from megaspec.recipe import Recipe
 from megaspec.rules.case import Case, can_split_sequences
 from megaspec.rules.difference import leaves
-from megaspec.rules.kernel_use import use_of
+from megaspec.rules.kernel_use import attention_use_of
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import RULES
 from megaspec.rules.unbuilt import unbuilt_problems
@@ -284,7 +284,7 @@ def _doubled(axis: str) -> Callable[[Recipe], Recipe | None]:
 def attending(recipe: Recipe) -> Recipe:
     """With attention that runs on every device where a changed layout gives ranks parts of sequences, and what is set
     attends to whole ones alone."""
-    use = use_of(recipe)
+    use = attention_use_of(recipe)
     if not use.blocks or CATALOG["attention"].implementations[recipe.kernels.attention].blocks:
         return recipe
     attention = choose("attention", device="cpu", sm=0, use=use)

@@ -28,7 +28,7 @@ from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec, RecomputeSp
 from megaspec.parallelism.stages import EVENLY
 from megaspec.recipe import Recipe
 from megaspec.rules.case import Case, can_split_sequences
-from megaspec.rules.kernel_use import use_of
+from megaspec.rules.kernel_use import attention_use_of
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import is_legal
 from megaspec.rules.unbuilt import unbuilt_problems
@@ -415,7 +415,7 @@ def _with_attention(grid: Grid, recipe: Recipe) -> Recipe:
     implementation attends to parts of sequences."""
     if "kernels.attention" not in grid.decided:
         return recipe
-    attention = attention_for(grid.target, use_of(recipe))
+    attention = attention_for(grid.target, attention_use_of(recipe))
     if attention == recipe.kernels.attention:
         return recipe
     return recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"attention": attention})})

@@ -161,7 +161,8 @@ def test_what_attends_to_whole_sequences_is_not_taken_for_parts_of_them(measured
     assert attention_of(*DOCUMENTS, *words, target=two)[0] == name
     if name == "flex":
         return
-    told = rf"kernels\.attention=flex attends to whole sequences, parallelism\.cp=2 by {kind} gives ranks parts; set "
+    told = rf"parallelism\.cp=2 with parallelism\.context\.kind={kind} gives ranks parts; set "
+    told += r"kernels\.attention=sdpa, or parallelism\.context\.kind=all_to_all"
     with pytest.raises(RecipeError, match=told):
         spec_of(*DOCUMENTS, *words, "kernels.attention=flex", target=two)
 
