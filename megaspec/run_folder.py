@@ -45,7 +45,14 @@ from megaspec.core.errors import (
 from megaspec.core.faults import failpoint
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import one_of, show
-from megaspec.core.regular_files import check_kinds, disk_failure, make_folder_inside, open_inside, read_inside
+from megaspec.core.regular_files import (
+    check_kinds,
+    disk_failure,
+    make_folder_inside,
+    open_inside,
+    raise_disk_failure,
+    read_inside,
+)
 from megaspec.data.files import is_no_room, publish, write_atomically, write_error
 from megaspec.data.kept_room import ROOM, keep_room, write_into_room
 from megaspec.data.spec import IndexedSpec
@@ -120,9 +127,7 @@ def _is_there(path: Path) -> bool:
     try:
         os.lstat(path)
     except OSError as error:
-        failure = disk_failure(error)
-        if failure is not None:
-            raise failure from None
+        raise_disk_failure(error)
         return False
     except ValueError:
         # a NUL in it, or what no encoding has
@@ -607,9 +612,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         content = parse_json(read_inside(folder, name, limit=MAX_BYTES))
     except OSError as error:
-        failure = disk_failure(error)
-        if failure is not None:
-            raise failure from None
+        raise_disk_failure(error)
         raise _unreadable(folder / name, error.strerror) from None
     except ValueError as error:
         raise _unreadable(folder / name, error) from None

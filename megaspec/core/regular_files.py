@@ -8,8 +8,8 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -40,6 +40,23 @@ def disk_failure(error: OSError) -> WriteError | None:
     what = error.filename or "a file"
     deed = "can't be written" if error.errno in NO_ROOM | {errno.EFBIG} else "can't be read or written"
     return WriteError(f"{what} {deed}: {os.strerror(error.errno)}; make room there, or mend it, and start again")
+
+
+def raise_disk_failure(error: OSError) -> None:
+    """Raises WriteError where an error is one of a disk; returns for any other, for which the caller has words."""
+    failure = disk_failure(error)
+    if failure is not None:
+        raise failure from error
+
+
+@contextmanager
+def disk_failures_told() -> Iterator[None]:
+    """What is done inside raises WriteError in place of an error of a disk; any other error goes through."""
+    try:
+        yield
+    except OSError as error:
+        raise_disk_failure(error)
+        raise
 
 
 def open_regular(name: str | Path, flags: int = os.O_RDONLY, *, mode: int = 0o644, dir_fd: int | None = None) -> int:
