@@ -26,7 +26,7 @@ from megaspec.checkpoint.fallback import (
     saved_anywhere,
     where_now,
 )
-from megaspec.checkpoint.files import sync_folder
+from megaspec.checkpoint.files import DiskError, read_failure, sync_folder
 from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, CandidateFolder, refuse_gone, step_name
 from megaspec.checkpoint.format import FORMAT_VERSION, MANIFEST, Manifest
 from megaspec.checkpoint.in_use import held_for_reading
@@ -45,7 +45,14 @@ from megaspec.core.errors import (
 from megaspec.core.faults import failpoint
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import one_of, show
-from megaspec.core.regular_files import check_kinds, disk_failure, make_folder_inside, open_inside, read_inside
+from megaspec.core.regular_files import (
+    check_kinds,
+    disk_failure,
+    make_folder_inside,
+    open_inside,
+    raise_disk_failure,
+    read_inside,
+)
 from megaspec.data.files import is_no_room, publish, write_atomically, write_error
 from megaspec.data.kept_room import ROOM, keep_room, write_into_room
 from megaspec.data.spec import IndexedSpec
@@ -120,9 +127,7 @@ def _is_there(path: Path) -> bool:
     try:
         os.lstat(path)
     except OSError as error:
-        failure = disk_failure(error)
-        if failure is not None:
-            raise failure from None
+        raise_disk_failure(error)
         return False
     except ValueError:
         # a NUL in it, or what no encoding has
@@ -578,7 +583,7 @@ def _copy(checkpoint: Path, name: str, target: Path, new: Path) -> None:
         # a name below the folder of checkpoints, so that the checkpoint itself is no link either
         fd = open_inside(checkpoint.parent, Path(checkpoint.name, name))
     except OSError as error:
-        raise CheckpointError(f"{error.filename} {error.strerror}; nothing was copied") from None
+        raise _not_copied(Path(error.filename), error) from None
     with open(fd, "rb") as reader:
         fd = open_inside(target, new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with open(fd, "wb") as writer:
@@ -592,16 +597,22 @@ def _read_block(reader: BinaryIO, path: Path) -> bytes:
     try:
         return reader.read(_COPY_BYTES)
     except OSError as error:
-        raise CheckpointError(f"{path}: can't be read: {error.strerror}; nothing was copied") from None
+        raise _not_copied(path, error) from None
+
+
+def _not_copied(path: Path, error: OSError) -> CheckpointError:
+    """DiskError: it can't be read now."""
+    failure = read_failure(path, error)
+    if isinstance(failure, DiskError):
+        return failure
+    return CheckpointError(f"{path} {error.strerror}; nothing was copied")
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         content = parse_json(read_inside(folder, name, limit=MAX_BYTES))
     except OSError as error:
-        failure = disk_failure(error)
-        if failure is not None:
-            raise failure from None
+        raise_disk_failure(error)
         raise _unreadable(folder / name, error.strerror) from None
     except ValueError as error:
         raise _unreadable(folder / name, error) from None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megaspec.checkpoint.failures import KINDS, UNTOLD, failure_of
 from megaspec.core import counted
 from megaspec.core.errors import MegaspecError
-from megaspec.core.regular_files import disk_failure
+from megaspec.core.regular_files import disk_failures_told
 
 T = TypeVar("T")
 
@@ -110,15 +110,11 @@ def together(comm: Comm, action: Callable[[], T]) -> list[T]:
     """
     outcome = UNTOLD
     try:
-        outcome = {"value": action()}
+        # a disk that is full or fails on one rank, wherever that is met, is every rank's affair
+        with disk_failures_told():
+            outcome = {"value": action()}
     except MegaspecError as error:
         outcome = failure_of(error)
-    except OSError as error:
-        # a disk that is full or fails on one rank, wherever that is met, is every rank's affair
-        failure = disk_failure(error)
-        if failure is None:
-            raise
-        outcome = failure_of(failure)
     finally:
         # also while an error of another kind is on its way: the others would wait here for ever
         outcomes = comm.gather(outcome)

@@ -7,7 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaspec.checkpoint.files import UnreadableError, open_folder, open_regular, pread_into, read_failure, read_limited
+from megaspec.checkpoint.files import (
+    DiskError,
+    UnreadableError,
+    open_folder,
+    open_regular,
+    pread_into,
+    read_failure,
+    read_limited,
+)
 from megaspec.checkpoint.folders import candidates
 from megaspec.checkpoint.format import MANIFEST, MANIFEST_LIMIT, Manifest, OtherFormatError, StoredFile
 from megaspec.core.errors import CheckpointError
@@ -187,9 +195,12 @@ def examine(
     """A checkpoint's manifest, where it can be read, and what is wrong with the checkpoint.
 
     `deep` checks every byte; otherwise the manifest and the sizes of the files. What `inspect` objects to comes first.
+    DiskError: it can't be read now, which is nothing that is wrong with it.
     """
     try:
         manifest = read_manifest(folder, step)
+    except DiskError:
+        raise
     except CheckpointError as error:
         return None, [str(error)]
     problems = [f"{folder / MANIFEST}: {line}" for line in inspect(manifest)]
@@ -198,6 +209,8 @@ def examine(
             problems += find_damage(folder, manifest)
         else:
             problems += _wrong_sizes(folder, manifest)
+    except DiskError:
+        raise
     # Of this machine, or the folder was removed meanwhile.
     except CheckpointError as error:
         problems.append(str(error))
@@ -208,6 +221,7 @@ def whole_steps(folder: Path, inspect: Inspect) -> set[int]:
     """The steps of the checkpoints in a folder of them that are whole.
 
     Their manifests and the sizes of their files are right, and `inspect` has nothing against them; bytes are not read.
+    DiskError: of one that can't be told now.
     """
     found = set()
     for candidate in candidates(folder):
@@ -221,6 +235,7 @@ def newest_whole(folder: Path, inspect: Inspect) -> int | None:
     """The step of the newest checkpoint in a folder of checkpoints that is whole; None when there is none.
 
     Its manifest and the sizes of its files are right, and `inspect` has nothing against it; bytes are not read.
+    DiskError: that can't be told now.
     """
     for candidate in candidates(folder):
         _, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
@@ -236,6 +251,8 @@ def _wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
         for file in manifest.files:
             try:
                 os.close(open_stored(folder, fd, file))
+            except DiskError:
+                raise
             except CheckpointError as error:
                 problems.append(str(error))
     finally:

@@ -24,7 +24,15 @@ from typing import TypeVar
 
 from megaspec.checkpoint import folders
 from megaspec.checkpoint.examine import Inspect, examine, no_objections, read_manifest, whole_steps
-from megaspec.checkpoint.files import free_bytes, remove_tree, rename_durably, sync_folder, write_failure
+from megaspec.checkpoint.files import (
+    DiskError,
+    free_bytes,
+    read_failure,
+    remove_tree,
+    rename_durably,
+    sync_folder,
+    write_failure,
+)
 from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.checkpoint.in_use import unless_held
 from megaspec.checkpoint.retention import kept
@@ -125,12 +133,13 @@ class Saved:
         return [f"{self.lost.path} is not there, in which step {self.lost.step} was saved"]
 
     def refuse_unseen_newest(self) -> None:
-        """CheckpointError: the newest may be where nobody can look."""
+        """CheckpointError: the newest may be where nobody can look. DiskError: where nobody can look now."""
         way_out = "make that place readable"
         if self.candidates:
             way_out += f", or take step {self.candidates[0].step}, the newest that is seen, by its number"
         if self.unseen:
-            raise CheckpointError([f"{line}: the newest checkpoint may be there; {way_out}" for line in self.unseen])
+            cls = DiskError if any(isinstance(error, DiskError) for error in self.unlisted) else CheckpointError
+            raise cls([f"{line}: the newest checkpoint may be there; {way_out}" for line in self.unseen])
 
 
 def saved_anywhere(run_dir: Path, fallback_dir: str | None) -> Saved:
@@ -277,7 +286,8 @@ def adopt(
     Of a step that is in both the one in the fallback folder is the later one: a run that goes on, or back, has taken
     home before what was there. But for one that was read then, and is there still: it is removed once nobody does.
 
-    One that the run folder has no room for stays where it is, and so does a damaged one. WriteError: the newest stays,
+    One that the run folder has no room for stays where it is, and so does a damaged one. DiskError: one, here or there,
+    can't be read now. WriteError: the newest stays,
     and nothing says where to save what follows.
     """
     home = run_dir / folders.CHECKPOINTS
@@ -358,10 +368,12 @@ def _remove_empty(place: Path) -> None:
 
 def _is_home(candidate: folders.CandidateFolder, home: Path) -> bool:
     """Whether the run folder has a checkpoint that lies elsewhere, or a later one of its step: an earlier start has
-    moved it home, and left it there since it was read."""
+    moved it home, and left it there since it was read. DiskError: one of the two can't be read now."""
     try:
         there = read_manifest(candidate.path, candidate.step)
         here = read_manifest(home / folders.step_name(candidate.step), candidate.step)
+    except DiskError:
+        raise
     except CheckpointError:
         return False
     # of two starts the later one has the higher token
@@ -378,10 +390,14 @@ def _remove_unless_read(candidate: folders.CandidateFolder) -> bool:
 
 
 def _noted(home: Path) -> folders.CandidateFolder | None:
-    """What the note says; None where there is none, or it names no checkpoint."""
+    """What the note says; None where there is none, or it names no checkpoint. DiskError: it can't be read now."""
     try:
         text = read_inside(home, NOTE, limit=_NOTE_LIMIT).decode(errors="replace").strip()
-    except OSError:
+    except OSError as error:
+        failure = read_failure(home / NOTE, error)
+        if isinstance(failure, DiskError):
+            # without it an older checkpoint would be taken for the newest
+            raise failure from None
         return None
     path = Path(text)
     return folders.parse_candidate(path.parent, path.name)

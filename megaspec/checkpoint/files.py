@@ -17,6 +17,14 @@ from megaspec.core.regular_files import NO_ROOM
 # Errors of the machine, not of the file: nothing is known about the bytes, so nothing is put aside because of them.
 MACHINE_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
+# Of what stands there, which is no file of a checkpoint, or has no name that could be one.
+_WRONG_KIND = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV})
+_NO_NAME = frozenset({errno.EINVAL, errno.ENAMETOOLONG})
+# The file system has checked the bytes, or what leads to them, and found them wrong: damage, as where our checksums
+# find it. Reading again finds the same, so that a run which waited for better would never start, while an older
+# checkpoint may be good. (A file system that says EIO of it can't be told from one that is away for a moment.)
+FOUND_DAMAGED = frozenset({errno.EBADMSG, errno.EILSEQ, errno.EUCLEAN})
+
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
@@ -39,18 +47,22 @@ def safe_join(folder: Path, name: str) -> Path:
 
 
 def read_failure(path: Path, error: OSError) -> CheckpointError:
-    """What to raise when `path` could not be read."""
-    if error.errno == errno.ESTALE:
-        return DiskError(f"{path}: cannot be read now: {os.strerror(error.errno)}")
-    if error.errno in MACHINE_ERRORS:
-        return UnreadableError(f"{path}: cannot be read on this machine: {os.strerror(error.errno)}")
+    """What to raise when `path` could not be read: damage only where the error tells of the file itself. Any other is
+    one of a disk or a file server (DiskError), and says nothing of the bytes."""
+    why = os.strerror(error.errno or 0)
     if error.errno == errno.ENOENT:
         return CheckpointError(f"{path}: missing")
-    if error.errno in (errno.ELOOP, errno.ENOTDIR):
+    if error.errno in _WRONG_KIND:
         return CheckpointError(
             f"{path}: expected a file or folder of the checkpoint itself, found a link or another kind"
         )
-    return CheckpointError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}")
+    if error.errno in _NO_NAME:
+        return CheckpointError(f"{path}: cannot be read: {why}")
+    if error.errno in FOUND_DAMAGED:
+        return CheckpointError(f"{path}: its file system found it damaged: {why}")
+    if error.errno in MACHINE_ERRORS:
+        return UnreadableError(f"{path}: cannot be read on this machine: {why}")
+    return DiskError(f"{path}: cannot be read now: {why}")
 
 
 def write_failure(path: Path, error: OSError, *, need: int | None = None) -> WriteError:

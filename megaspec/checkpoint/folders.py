@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaspec.checkpoint.files import DiskError, remove_tree, rename_durably, sync_folder, write_durably
+from megaspec.checkpoint.files import DiskError, read_failure, remove_tree, rename_durably, sync_folder, write_durably
 from megaspec.core.errors import CheckpointError
 from megaspec.core.faults import failpoint
-from megaspec.core.regular_files import DISK_ERRORS, read_inside
+from megaspec.core.regular_files import read_inside
 
 CHECKPOINTS = "checkpoints"
 QUARANTINE = "quarantine"
@@ -56,8 +56,8 @@ def names(folder: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        if error.errno in DISK_ERRORS:
-            raise DiskError(f"{folder}: cannot be listed now: {os.strerror(error.errno)}") from None
+        if isinstance(read_failure(folder, error), DiskError):
+            raise DiskError(f"{folder}: cannot be listed now: {os.strerror(error.errno or 0)}") from None
         raise CheckpointError(f"{folder}: cannot be listed: {os.strerror(error.errno or 0)}") from None
     except ValueError:
         # a NUL in it, or what no encoding has

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megaspec.checkpoint.files import open_folder
+from megaspec.checkpoint.files import open_folder, read_failure
 from megaspec.checkpoint.format import MANIFEST
 from megaspec.core.errors import CheckpointError
 
@@ -25,12 +25,28 @@ def hold(folder: Path, folder_fd: int) -> int | None:
     """Keeps a checkpoint that is open as `folder_fd` until the descriptor that this returns is closed.
 
     None: its file system has no such locks, or it has no manifest that can be opened. CheckpointError: it is being
-    deleted.
+    deleted. DiskError: whether it is can't be told now.
     """
     try:
         fd = os.open(MANIFEST, os.O_RDONLY | _FLAGS, dir_fd=folder_fd)
     except OSError:
         return None  # who reads it says what is wrong with it
+    try:
+        has_locks = _wait_for_lock(fd, folder, folder_fd)
+        # it may have lost its name between being opened and being held
+        if has_locks and not _has_its_name(folder, folder_fd):
+            raise CheckpointError(f"{folder}: was deleted")
+    except CheckpointError:
+        os.close(fd)
+        raise
+    if not has_locks:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _wait_for_lock(fd: int, folder: Path, folder_fd: int) -> bool:
+    """Holds `fd` for reading. -> False: its file system has no such locks. CheckpointError: as `hold`."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
         try:
@@ -40,24 +56,20 @@ def hold(folder: Path, folder_fd: int) -> int | None:
             if _has_its_name(folder, folder_fd) and time.monotonic() < deadline:
                 time.sleep(0.01)
                 continue
-            os.close(fd)
             raise CheckpointError(f"{folder}: is being deleted") from None
         except OSError:
-            os.close(fd)
-            return None
-        break
-    # it may have lost its name between being opened and being held
-    if not _has_its_name(folder, folder_fd):
-        os.close(fd)
-        raise CheckpointError(f"{folder}: was deleted")
-    return fd
+            return False
+        return True
 
 
 def _has_its_name(folder: Path, folder_fd: int) -> bool:
+    """DiskError: that can't be told now."""
     try:
         return os.path.samestat(os.stat(folder, follow_symlinks=False), os.fstat(folder_fd))
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError as error:
+        raise read_failure(folder, error) from None
 
 
 @contextlib.contextmanager

@@ -49,6 +49,8 @@ LOCK_FOLDER = "lock"
 SPARE = "spare"
 BEAT_SECONDS = 0.5
 STALE_SECONDS = 30.0
+# So long a disk that fails for a moment is waited for before each new try to say that a lock is let go.
+RELEASE_WAITS_SECONDS = (0.1, 1.0)
 
 _RECORD = re.compile(r"([0-9]{8,18})\.(json|released)")
 _RECORD_LIMIT = 4096
@@ -282,17 +284,33 @@ class RunLock:
             self._thread.join()
         # Nothing of a new holder's is touched: only a record that is still ours is renamed. The flock goes last, so
         # that nobody finds the record of a holder whose flock is free.
-        with contextlib.suppress(RunLockedError, WriteError):
-            self.check()
-            self._rename_record()
+        for wait_seconds in (0.0, *RELEASE_WAITS_SECONDS):
+            time.sleep(wait_seconds)
+            if self._has_let_go():
+                break
         self._token = 0
         self._drop_flock()
 
-    def _rename_record(self) -> None:
-        """Says that this holder has let go. When that fails the lock is found stale, as this process is soon gone."""
+    def _has_let_go(self) -> bool:
+        """Whether there is no record of ours any more, which is renamed here. False: a failing disk didn't let it be. A
+        process that lives on, as a supervisor does, would seem to hold the run."""
+        try:
+            self.check()
+        except RunLockedError:
+            return True
+        except WriteError:
+            return not self.folder.is_dir()
+        return self._rename_record()
+
+    def _rename_record(self) -> bool:
+        """Says that this holder has let go. -> whether that could be said: if not, the lock is stale once this process
+        is gone."""
         stem = self.folder / f"{self._token:08d}"
-        with contextlib.suppress(OSError):
+        try:
             os.rename(stem.with_suffix(".json"), stem.with_suffix(".released"))
+        except OSError:
+            return False
+        return True
 
     def _withdraw(self) -> None:
         """Lets go of what `acquire` has got so far."""

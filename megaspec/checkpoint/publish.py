@@ -19,6 +19,7 @@ from megaspec.checkpoint.chunks import write_file
 from megaspec.checkpoint.codec import encode, not_whole
 from megaspec.checkpoint.examine import examine
 from megaspec.checkpoint.files import (
+    DiskError,
     free_bytes,
     remove_tree,
     rename_durably,
@@ -116,7 +117,11 @@ class Publisher:
         # the manifests of earlier jobs are read once, by the first save of this one
         if self._generation == 0:
             for candidate in folders.candidates(self.folder):
-                manifest, _ = examine(candidate.path, candidate.step, deep=False)
+                try:
+                    manifest, _ = examine(candidate.path, candidate.step, deep=False)
+                except DiskError as error:
+                    # a save that is tried again, rather than a generation that there is already
+                    raise WriteError(error.problems) from None
                 if manifest is not None:
                     known = max(known, manifest.generation)
         return known + 1

@@ -19,9 +19,11 @@ claim is, so that of two runs that start at the same moment one copies and the o
 import contextlib
 import json
 import os
+import stat
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +172,15 @@ class Remote(RemoteFiles):
     def _upload_run_files(self, run_dir: Path) -> None:
         for name in RUN_FILES:
             source = run_dir / name
-            if source.is_file() and not source.is_symlink():
-                there = f"{self.root}/{name}"
-                if source.stat().st_size > PART_BYTES:
-                    self.tried(lambda source=source, there=there: self.write(source, there), there)
-                else:
-                    self.put(there, source.read_bytes())
+            there = f"{self.root}/{name}"
+            # the disk of the run may be away for a moment, as the store may
+            size = self.tried(partial(_size_of, source), name)
+            if size is None:
+                continue
+            if size > PART_BYTES:
+                self.tried(partial(self.write, source, there), there)
+            else:
+                self.put(there, self.tried(source.read_bytes, name))
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are whole there, ascending."""
@@ -306,6 +311,15 @@ class Remote(RemoteFiles):
             if back.read(1):
                 return "more bytes came back than were written"
         return ""
+
+
+def _size_of(path: Path) -> int | None:
+    """None: there is no such file, or it is no plain one. OSError: that can't be told."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def work(job: dict[str, Any]) -> Any:

@@ -5,6 +5,8 @@ folders.py.
 """
 
 import os
+import sys
+import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -15,16 +17,23 @@ from megaspec.checkpoint import folders
 from megaspec.checkpoint.codec import encode_json
 from megaspec.checkpoint.comm import Comm, on_first, together
 from megaspec.checkpoint.examine import Inspect, examine, find_damage, no_objections, read_manifest
-from megaspec.checkpoint.files import UnreadableError, remove_tree, rename_durably
+from megaspec.checkpoint.files import DiskError, UnreadableError, remove_tree, rename_durably
 from megaspec.checkpoint.format import CHUNK_BYTES, MANIFEST
 from megaspec.checkpoint.in_use import held_for_reading, unless_held
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.publish import BegunSave, Publisher
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.shard import DTYPE_NAMES, SavedPiece, ShardPlan, plan_shard, views_of
-from megaspec.core.errors import CheckpointError, WriteError
+from megaspec.core.errors import CheckpointError, WriteError, printable
 
 T = TypeVar("T")
+
+# A file server that is away for a moment: so long a checkpoint that can't be read is waited for before each new try.
+READ_WAITS_SECONDS = (1.0, 4.0)
+_MAY_BE_WHOLE = (
+    "it may be whole, so that it stays and no older one is taken: start again when the disk answers; where it never "
+    "does, move that checkpoint out of its folder by hand"
+)
 
 # Where no good checkpoint is left of a run that may as well begin again.
 START_ANEW = "restore one from a backup or remove the folder to start anew"
@@ -115,7 +124,8 @@ class Store:
         `repair`: put bad ones into quarantine and finish what a crash interrupted; to be false in a process that does
         not hold the run's lock. What `inspect` objects to goes into quarantine once a good one is found: where there is
         none, the fault may lie in the run's own files, and everything stays. Raises CheckpointError when there is none,
-        saying what was found in each and the `way_out`, and when this machine or version can't read one.
+        saying what was found in each and the `way_out`, and when this machine or version can't read one. DiskError: on
+        one rank it could not be read now, however often it was tried; it may be whole, and stays where it is.
 
         `among`, without `repair`: those to choose from, newest first, which rank 0 asks for; None: those of this store.
         One of them that is gone when it is to be read is a CheckpointError: who has listed them looks again.
@@ -166,8 +176,8 @@ class Store:
         raise CheckpointError([f"{self.folder}: no good checkpoint is left; {way_out}", *lines])
 
     def open(self, step: int, comm: Comm, *, path: Path | None = None) -> Reader:
-        """Verify and open the checkpoint of one step: of this store, or at `path`. Raises CheckpointError; nothing is
-        moved."""
+        """Verify and open the checkpoint of one step: of this store, or at `path`. Raises CheckpointError, of which
+        DiskError as `newest_good`; nothing is moved."""
         path = path or self.folder / folders.step_name(step)
         problems = self._verify(path, step, comm)
         if problems:
@@ -196,7 +206,11 @@ class Store:
         # newest first
         whole = []
         for candidate in folders.candidates(self.folder):
-            manifest, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
+            try:
+                manifest, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
+            except DiskError:
+                # nothing is known of it: it stays, and counts for none that is kept
+                continue
             if candidate.replaced_by is None and manifest and not problems:
                 whole.append((candidate, manifest.generation))
         removed = []
@@ -217,7 +231,23 @@ class Store:
 
     def _look_at(self, candidate: folders.CandidateFolder, comm: Comm, inspect: Inspect) -> Findings:
         """What speaks against a checkpoint, on every rank the same; each rank checks its share of the bytes. `inspect`
-        is asked first: what it objects to needs no reading."""
+        is asked first: what it objects to needs no reading. What can't be read now is tried again, on all ranks."""
+        for wait_seconds in READ_WAITS_SECONDS:
+            try:
+                return self._look_once(candidate, comm, inspect)
+            except DiskError as error:
+                # every rank is here: one rank's failure is everybody's
+                if comm.rank == 0:
+                    text = f"{error.problems[0]}; tried again in {wait_seconds:g} s"
+                    print(printable(f"megaspec: {text}"), file=sys.stderr, flush=True)
+                time.sleep(wait_seconds)
+        try:
+            return self._look_once(candidate, comm, inspect)
+        except DiskError as error:
+            raise DiskError([*error.problems, _MAY_BE_WHOLE]) from None
+
+    def _look_once(self, candidate: folders.CandidateFolder, comm: Comm, inspect: Inspect) -> Findings:
+        """As `_look_at`, tried once."""
         path = candidate.path
 
         def look_at_share() -> dict[str, list[str]]:

@@ -61,13 +61,11 @@ class Writer:
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """Does one job."""
         try:
-            return {"value": self._do(message)}
+            with self._regular_files.disk_failures_told():
+                return {"value": self._do(message)}
         except self._errors.MegaspecError as error:
             return self._failures.failure_of(error)
         except Exception as error:  # what nobody expects ends the run by its own text, not by silence
-            failure = self._regular_files.disk_failure(error) if isinstance(error, OSError) else None
-            if failure is not None:
-                return self._failures.failure_of(failure)
             traceback.print_exc()
             return {"kind": "other", "lines": [f"the writer of checkpoints failed: {type(error).__name__}: {error}"]}
 

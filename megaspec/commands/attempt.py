@@ -22,8 +22,8 @@ from typing import Any
 
 from megaspec.commands.layouts import NO_LAYOUT
 from megaspec.commands.starting import prepare_layout, start_ranks, step_saved
-from megaspec.core.errors import MegaspecError, RecipeError, printable
-from megaspec.core.regular_files import disk_failure
+from megaspec.core.errors import MegaspecError, RecipeError, WriteError, printable
+from megaspec.core.regular_files import disk_failures_told
 from megaspec.core.standard_error import survive_full_disk
 from megaspec.estimate.target import detect_target
 from megaspec.launcher import exit_file
@@ -146,12 +146,10 @@ def serve(setup: Setup, control: socket.socket) -> None:
         with control, control.makefile("rb") as jobs:
             for line in jobs:
                 try:
-                    attempts.make(json.loads(line), tell)
-                except OSError as error:
-                    failure = disk_failure(error)
-                    if failure is None:
-                        raise
-                    tell(_failed(failure))
+                    with disk_failures_told():
+                        attempts.make(json.loads(line), tell)
+                except WriteError as error:
+                    tell(_failed(error))
     except (BrokenPipeError, ConnectionResetError):
         pass  # the supervisor is gone
     finally:

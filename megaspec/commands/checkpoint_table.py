@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megaspec.checkpoint.examine import examine, no_objections
 from megaspec.checkpoint.fallback import Saved, saved_anywhere, where_now
+from megaspec.checkpoint.files import DiskError
 from megaspec.checkpoint.folders import CHECKPOINTS, CandidateFolder, quarantined
 from megaspec.checkpoint.format import Manifest
 from megaspec.core.errors import CheckpointError, printable
@@ -15,7 +16,7 @@ _HEADINGS = ("step", "generation", "tensors", "files", "MB", "state")
 
 
 def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
-    """Print a table. -> 0, or 66 when a checkpoint is bad.
+    """Print a table. -> 0, 66 when a checkpoint is bad, or 73 when none is and one can't be read now.
 
     `deep`: every byte is read, else manifests and sizes only, and those in quarantine are shown. `step`: only that one.
     Those that the run folder did not take (fallback.py) are shown with their place.
@@ -37,13 +38,24 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
         raise CheckpointError(_nothing(run_dir, saved, step))
     rows: list[tuple[str, ...]] = []
     problems: list[str] = []
+    unread: list[str] = []
+
+    def look(candidate: CandidateFolder) -> tuple[Manifest | None, list[str]]:
+        try:
+            return examine(candidate.path, candidate.step, deep=deep, inspect=inspect)
+        except DiskError as error:
+            unread.append(str(error))
+            return None, []
+
     for candidate in found:
-        manifest, damage = examine(candidate.path, candidate.step, deep=deep, inspect=inspect)
+        n_unread = len(unread)
+        manifest, damage = look(candidate)
         now = where_now(run_dir, fallback_dir, candidate)
         if now.path != candidate.path:
             # a start of the run has moved it home meanwhile
             candidate = now
-            manifest, damage = examine(candidate.path, candidate.step, deep=deep, inspect=inspect)
+            del unread[n_unread:]
+            manifest, damage = look(candidate)
         # A running job may have removed it meanwhile.
         if candidate.path.exists() or candidate.path.is_symlink():
             row = _row(candidate, manifest, damage, deep=deep)
@@ -55,7 +67,7 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
         _print_table([_HEADINGS, *rows])
     # a place that can't be looked into may hold more
     problems += saved.unseen
-    for problem in problems:
+    for problem in [*problems, *unread]:
         print(printable(problem))
     if not is_in_run:
         text = f"{run_dir} holds no spec.json, so that nothing tells which run they are of"
@@ -65,6 +77,8 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
             print(printable(f"in quarantine: {name}: {reason}"))
     if problems:
         return CheckpointError.exit_code
+    if unread:
+        return DiskError.exit_code
     return 0
 
 
@@ -79,6 +93,8 @@ def _row(candidate: CandidateFolder, manifest: Manifest | None, damage: list[str
     """A cell for each heading; `whole` is said of what was not read byte for byte."""
     if damage:
         state = "BAD"
+    elif manifest is None:
+        state = "can't be read now"
     elif candidate.replaced_by is not None:
         state = "good, set aside while its step was saved again"
     else:

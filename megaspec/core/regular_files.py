@@ -8,8 +8,8 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,7 +18,9 @@ from megaspec.core.errors import WriteError
 # Errors of a disk, or of a user's share of it, that is full.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Errors of a disk that is full or fails, or of a file server that is away: nothing is wrong with what was asked for.
-DISK_ERRORS = NO_ROOM | {errno.EFBIG, errno.EIO, errno.ENOLCK, errno.EROFS, errno.ESTALE}
+DISK_ERRORS = NO_ROOM | {errno.EFBIG, errno.EIO, errno.ENOLCK, errno.EREMOTEIO, errno.EROFS, errno.ESTALE}
+# Errors that a file whose server is away has in common with a socket: of a file where the error names one.
+_SERVER_AWAY = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT})
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _TEXTS = {
@@ -32,11 +34,29 @@ _TEXTS = {
 def disk_failure(error: OSError) -> WriteError | None:
     """What to raise in place of an error of a file operation that nobody has dealt with: a disk that is full or fails
     is no internal error. None: it is no error of a disk."""
-    if error.errno not in DISK_ERRORS:
+    is_servers = error.errno in _SERVER_AWAY and error.filename is not None
+    if error.errno not in DISK_ERRORS and not is_servers:
         return None
     what = error.filename or "a file"
     deed = "can't be written" if error.errno in NO_ROOM | {errno.EFBIG} else "can't be read or written"
     return WriteError(f"{what} {deed}: {os.strerror(error.errno)}; make room there, or mend it, and start again")
+
+
+def raise_disk_failure(error: OSError) -> None:
+    """Raises WriteError where an error is one of a disk; returns for any other, for which the caller has words."""
+    failure = disk_failure(error)
+    if failure is not None:
+        raise failure from error
+
+
+@contextmanager
+def disk_failures_told() -> Iterator[None]:
+    """What is done inside raises WriteError in place of an error of a disk; any other error goes through."""
+    try:
+        yield
+    except OSError as error:
+        raise_disk_failure(error)
+        raise
 
 
 def open_regular(name: str | Path, flags: int = os.O_RDONLY, *, mode: int = 0o644, dir_fd: int | None = None) -> int:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from megaspec.checkpoint.examine import examine, read_manifest
 from megaspec.checkpoint.fallback import fallback_dir_of, looked_up_again, path_of_step, saved_anywhere
+from megaspec.checkpoint.files import DiskError
 from megaspec.checkpoint.folders import CHECKPOINTS, refuse_gone
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.spec import InitSpec
@@ -87,6 +88,9 @@ def source_of_weights(init: InitSpec) -> SourceFacts | None:
         return None
     try:
         return read(source, init)
+    except DiskError:
+        # of the disk, not of the recipe
+        raise
     except CheckpointError as error:
         return replace(source, problem="; ".join(problem.message for problem in error.problems[:4]))
 

@@ -398,7 +398,7 @@ class Run:
 
     def _load(self, reader: Reader) -> None:
         """All that a run is from a checkpoint, but for what it knows of its numbers."""
-        load(self.built, reader)
+        load(self.built, reader, comm=self.comm)
         if self.checks is not None:
             self.checks.forget()
         self.step = reader.state["step"]

@@ -31,7 +31,7 @@ from megaspec.core.errors import (
     RecipeError,
     printable,
 )
-from megaspec.core.regular_files import disk_failure, read_inside
+from megaspec.core.regular_files import disk_failures_told, raise_disk_failure, read_inside
 from megaspec.launcher import beat as beats
 from megaspec.launcher import exit_file
 from megaspec.launcher.loopback import listen_at
@@ -125,18 +125,13 @@ def exit_code_of(me: RankInfo, work: Callable[[], None]) -> int:
     watch_signals()
     begin_watched()
     try:
-        work()
+        # also before `explained` is entered, and behind it
+        with disk_failures_told():
+            work()
         return 0
     except MegaspecError as error:
         tell(me, error)
         return error.exit_code
-    except OSError as error:
-        # before `explained` is entered, and behind it
-        failure = disk_failure(error)
-        if failure is None:
-            raise
-        tell(me, failure)
-        return failure.exit_code
     except RuntimeError as error:
         # before there is a watchdog: while ranks meet
         if not isinstance(error, dist.DistError) and not is_collective_failure(error):
@@ -179,9 +174,7 @@ def read_file(run_dir: Path, name: str) -> bytes:
     try:
         return read_inside(run_dir, name, limit=MAX_BYTES)
     except OSError as error:
-        failure = disk_failure(error)
-        if failure is not None:
-            raise failure from None
+        raise_disk_failure(error)
         raise RecipeError(f"{run_dir / name} can't be read: {error.strerror}") from None
 
 
@@ -332,12 +325,8 @@ def explained(spec: Spec, run_dir: Path, position: Position, me: RankInfo) -> It
     """Raises MemoryRunOut in place of torch's or NCCL's error, and WriteError in place of one of a disk's that is full
     or fails."""
     try:
-        yield
-    except OSError as error:
-        failure = disk_failure(error)
-        if failure is None:
-            raise
-        raise failure from error
+        with disk_failures_told():
+            yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

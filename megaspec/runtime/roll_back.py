@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megaspec.checkpoint.comm import Comm
 from megaspec.checkpoint.examine import Inspect
+from megaspec.checkpoint.files import DiskError
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.store import Store
@@ -43,6 +44,9 @@ def open_before(store: Store, comm: Comm, back: RollBack, elsewhere: Reader | No
     window = back.verdict.window
     try:
         reader = store.newest_good(comm, inspect=inspect)
+    except DiskError:
+        # it may be there all the same: another start goes back to it
+        raise
     except CheckpointError as error:
         if elsewhere is not None:
             return elsewhere

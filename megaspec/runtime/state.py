@@ -10,11 +10,13 @@ rng/<generator>/<rank> random generators that user code may draw from, as bytes
 import heapq
 import sys
 from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
+from megaspec.checkpoint.comm import Comm, SoloComm, together
 from megaspec.checkpoint.examine import MOST_PROBLEMS
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader, Weights
@@ -29,6 +31,7 @@ from megaspec.rules.belonging import NUMBERS, holds_weights_alone, is_fork_point
 from megaspec.runtime.build import TrainState
 
 FP8 = "fp8/"
+_ALONE = SoloComm()
 
 
 def tensors_of(built: TrainState) -> dict[str, tuple[str, torch.Tensor]]:
@@ -139,12 +142,21 @@ def misfits(built: TrainState, manifest: Manifest) -> list[str]:
 
 
 @torch.no_grad()
-def load(built: TrainState, reader: Reader) -> None:
+def load(built: TrainState, reader: Reader, *, comm: Comm = _ALONE) -> None:
     """Fills weights and optimizer state from a checkpoint of any layout, weights alone where it holds no more, or where
     a fork trains what was frozen there: see rules/belonging.py.
 
-    Raises CheckpointError for a parameter that is missing, of another kind, or that this model does not have.
+    Raises CheckpointError for a parameter that is missing, of another kind, or that this model does not have, and
+    DiskError for what can't be read now. `comm`: ranks that load together; what one of them raises, all do, before any
+    waits for another's weights.
     """
+    together(comm, partial(_read, built, reader))
+    built.optimizer.write_back()
+    built.data_parallel.gather_weights()
+
+
+def _read(built: TrainState, reader: Reader) -> None:
+    """What this rank owns, into the optimizer and the buffers. No rank waits for another here."""
     problems = misfits(built, reader.manifest)
     if problems:
         raise CheckpointError([f"{reader.path}: {problem}" for problem in problems])
@@ -160,8 +172,6 @@ def load(built: TrainState, reader: Reader) -> None:
     load_largest(built, reader)
     if not is_anew:
         built.optimizer.updates = reader.state["optimizer_updates"]
-    built.optimizer.write_back()
-    built.data_parallel.gather_weights()
     for name in generators(built):
         stored = f"rng/{name}/{built.mesh.rank}"
         if stored in reader:

@@ -329,22 +329,6 @@ def test_what_this_machine_cannot_read_is_left_where_it_is(run, monkeypatch, tro
     assert Store(run).steps() == [1, 2, 3]
 
 
-def test_an_io_error_on_one_rank_is_every_ranks_reason_to_fall_back(run, monkeypatch) -> None:
-    real = examine.pread_into
-    bad = (folder(run, 3) / FILES[1]).stat().st_ino
-
-    def fail(fd: int, view: memoryview, offset: int) -> int:
-        if os.fstat(fd).st_ino == bad:
-            raise OSError(5, "Input/output error")
-        return real(fd, view, offset)
-
-    monkeypatch.setattr(examine, "pread_into", fail)
-    store = Store(run, chunk_bytes=CHUNK)
-    for reader in no_rank_failed(on_ranks(2, store.newest_good)):
-        assert_holds(reader, 2)
-    assert "Input/output error" in (run / "checkpoints/quarantine/step-00000003-1.txt").read_text()
-
-
 def test_reader_of_a_renamed_checkpoint_still_reads(run) -> None:
     with Reader(folder(run, 3)) as reader:
         folder(run, 3).rename(run / "moved")

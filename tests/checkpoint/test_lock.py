@@ -384,6 +384,25 @@ def no_answer(*_: object, **__: object) -> bytes:
     raise OSError(errno.EIO, "Input/output error")
 
 
+@pytest.mark.parametrize("operation", ["listdir", "rename"])
+def test_a_process_that_lives_on_lets_go_through_a_disk_that_fails_for_a_moment(
+    tmp_path, monkeypatch, operation
+) -> None:
+    lock = RunLock(tmp_path).acquire()
+    real = getattr(os, operation)
+    failures = [OSError(errno.EIO, "Input/output error")]
+
+    def failing(*arguments):
+        if failures:
+            raise failures.pop()
+        return real(*arguments)
+
+    monkeypatch.setattr(os, operation, failing)
+    lock.release()
+    assert not failures
+    RunLock(tmp_path).acquire().release()
+
+
 @pytest.mark.parametrize("what", ["moved", "removed", "its lock folder alone"])
 def test_a_folder_that_is_gone_is_told_as_such(tmp_path, what) -> None:
     run = tmp_path / "run"

@@ -3,8 +3,10 @@ import os
 
 import pytest
 
+from megaspec.core.errors import WriteError
 from megaspec.core.regular_files import (
     check_kinds,
+    disk_failures_told,
     make_folder_inside,
     open_inside,
     open_regular,
@@ -144,3 +146,27 @@ def test_a_file_beside_is_whole_or_not_there(tmp_path):
     with pytest.raises(OSError, match="full"):
         write_beside(tmp_path / "a", chunks())
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "is_told"),
+    [
+        (errno.EIO, None, True),
+        (errno.ESTALE, "a", True),
+        (errno.EREMOTEIO, "a", True),
+        (errno.ETIMEDOUT, "a", True),
+        (errno.ENOTCONN, "a", True),
+        # of a socket
+        (errno.ETIMEDOUT, None, False),
+        (errno.ENOENT, "a", False),
+    ],
+)
+def test_errors_of_disks_and_file_servers_end_as_what_can_not_be_written(code, name, is_told):
+    error = OSError(code, os.strerror(code), name)
+    with pytest.raises(WriteError if is_told else OSError) as caught, disk_failures_told():
+        raise error
+    if is_told:
+        assert os.strerror(code) in str(caught.value)
+        assert caught.value.__cause__ is error
+    else:
+        assert caught.value is error

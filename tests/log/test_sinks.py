@@ -1,6 +1,7 @@
 """Events reach every sink, and no sink stops a training."""
 
-from pathlib import Path
+import errno
+import os
 
 import pytest
 
@@ -89,6 +90,16 @@ def curves(folder):
     return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
+def texts(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {
+        tag: [(e.step, e.tensor_proto.string_val[0]) for e in found.Tensors(tag)] for tag in found.Tags()["tensors"]
+    }
+
+
 def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
     chosen = log(console="quiet", tensorboard=True)
     with open_sinks(chosen, tmp_path, step=0) as emit:
@@ -106,28 +117,49 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
     assert (shown["eval/web/loss"], shown["eval/code/loss"]) == ([(3, 2.0)], [(3, 3.0)])
     assert shown["sequence_tokens"][0] == (1, 1000.0)
     assert "loss_scale" not in shown
+    assert texts(tmp_path / "tensorboard") == {"sample/text_summary": [(8, b"ab")]}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # tensorboard's own thread
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_under_tensorboard_costs_a_warning(tmp_path, capsys, monkeypatch):
-    real = tensorboard.SummaryWriter
+def failing_writes(monkeypatch, *, under, code, times):
+    """The next `times` writes below `under` fail, behind a few bytes of each."""
+    written = os.write
+    left = [times]
 
-    def on_full_disk(folder, **options):
-        writer = real(folder, max_queue=1, flush_secs=1, **options)
-        records = writer.file_writer.event_writer._async_writer._writer
-        records._writer = full
-        return writer
+    def write(fd, data):
+        if left[0] == 0 or not os.readlink(f"/proc/self/fd/{fd}").startswith(str(under)):
+            return written(fd, data)
+        left[0] -= 1
+        if left[0] % 2 == 1:
+            return written(fd, data[:3])
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(tensorboard, "SummaryWriter", on_full_disk)
-    with (
-        open("/dev/full", "wb", buffering=0) as full,
-        open_sinks(log(console="quiet", tensorboard=True), tmp_path, step=0) as emit,
-    ):
+    monkeypatch.setattr(os, "write", write)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_tensorboards_file_that_can_not_be_written_for_a_while_is_whole_in_the_end(tmp_path, capsys, monkeypatch, code):
+    with open_sinks(log(console="quiet", tensorboard=True), tmp_path, step=0) as emit:
+        emit(step_done(1))
+        failing_writes(monkeypatch, under=tmp_path / "tensorboard", code=code, times=8)
+        for step in range(2, 30):
+            emit(step_done(step))
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    assert "log.tensorboard: " in err
+    assert "TensorBoard's file" in err
+    assert [step for step, _ in curves(tmp_path / "tensorboard")["loss"]] == list(range(1, 30))
+
+
+def test_tensorboards_file_that_can_never_be_written_is_told_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tensorboard, "MOST_WAITING_BYTES", 2000)
+    failing_writes(monkeypatch, under=tmp_path / "tensorboard", code=errno.ENOSPC, times=-2)
+    with open_sinks(log(console="quiet", tensorboard=True), tmp_path, step=0) as emit:
         for step in range(1, 40):
             emit(step_done(step))
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    assert os.strerror(errno.ENOSPC) in err
     assert len(read_metrics(tmp_path / METRICS)) == 39
-    assert capsys.readouterr().err.count("training goes on") == 1
 
 
 @pytest.mark.parametrize("name", [METRICS, "tensorboard"])

@@ -22,7 +22,7 @@ import sitecustomize as hook  # noqa: E402
 SMALL = (
     "recipe=hello", "data=synthetic", "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=2",
     "model.vocab_size=32", "data.vocab_size=32", "data.seq_len=8", "train.global_batch=4", "train.sample=null",
-    "train.eval_every=3", "train.eval_samples=2", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=2",
+    "train.eval_every=3", "train.eval_samples=2", "checkpoint.every=2", "checkpoint.keep=2",
     "optim.schedule.warmup_steps=2", "log.console=plain", "log.every=1", "log.tensorboard=true",
     "log.report.every_seconds=0.2", "launcher.timeout_seconds=20", "launcher.grace_seconds=10",
     'log.alerts=[{metric: loss, comparison: above, value: 0.1}]',
@@ -102,8 +102,98 @@ def redirected(path: Path):
             os.close(one)
 
 
-def main(folder: Path, patterns: list[str]) -> None:
-    """Fails, in a small run each, the first operation of each place that a pattern `KIND ERRNO REGEX` finds; prints a
+@dataclass(frozen=True)
+class Mode:
+    """A command whose file operations fail: of a run folder, or of what it is given below `folder`."""
+
+    words: tuple[str, ...]
+    """RUN and COPIES stand for their folders."""
+    after: tuple[str, ...] = ()
+    """What is run before it, once; each time it finds what that left."""
+
+
+COMMON = (*SMALL, "run_dir=RUN", "launcher.ranks=1", "parallelism.tp=1")
+COPIED = "checkpoint.copy_to=file://COPIES"
+MODES = {
+    "train": Mode(("train", *COMMON, "train.steps=6", "checkpoint.saving=async")),
+    "resume": Mode(("resume", "RUN", "train.steps=6", "launcher.ranks=2"), after=("train", *COMMON, "train.steps=4")),
+    "copy_to": Mode(("resume", "RUN", "train.steps=6"), after=("train", *COMMON, "train.steps=4", COPIED)),
+    "supervise": Mode(
+        (
+            "train",
+            *COMMON,
+            "train.steps=6",
+            "launcher.restarts={first_wait_seconds: 0.05, longest_wait_seconds: 0.2}",
+            "--supervise",
+        )
+    ),
+}
+
+
+class Case:
+    """The folders of a mode's runs."""
+
+    def __init__(self, bench: Bench, mode: Mode):
+        self.bench = bench
+        self.mode = mode
+        self.run = bench.folder / "run"
+        self.copies = bench.folder / "copies"
+        self.kept = bench.folder / "kept"
+        if mode.after:
+            done = bench.command(self._words(mode.after), [])
+            assert done.code == 0, done.said
+            for place in (self.run, self.copies):
+                if place.exists():
+                    shutil.copytree(place, self.kept / place.name)
+
+    def _words(self, words) -> list[str]:
+        return [word.replace("RUN", str(self.run)).replace("COPIES", str(self.copies)) for word in words]
+
+    def go(self, **how) -> Ended:
+        """The command, as if nothing had been before but what `after` left."""
+        for place in (self.run, self.copies):
+            shutil.rmtree(place, ignore_errors=True)
+            if (self.kept / place.name).exists():
+                shutil.copytree(self.kept / place.name, place)
+        return self.bench.command(self._words(self.mode.words), [self.run, self.copies], **how)
+
+    def found(self, ended: Ended) -> dict:
+        """What a run left; of one that ended with an error, what another start without faults came to."""
+        told = {"code": ended.code, "failed": ended.failed, "said": ended.said, "seconds": ended.seconds}
+        told["kept"] = self._good(self.run)
+        told["aside"] = [path.name for path in self.run.glob("checkpoints/quarantine/*")]
+        told["ranks"] = [log.read_text(errors="replace") for log in sorted(self.run.glob("logs/rank-*.log"))]
+        if ended.code != 0 and (self.run / "spec.json").exists():
+            again = self.bench.command(["resume", str(self.run)], [])
+            told["again"] = {"code": again.code, "said": again.said}
+        told["steps"] = steps_in(self.run / "metrics.jsonl")
+        told["last"] = self._good(self.run)
+        told["copied"] = self._good(self.copies)
+        return told
+
+    def _good(self, place: Path) -> list[int]:
+        """Steps of the checkpoints in a folder of a run, or of copies of it, that are good in every byte."""
+        from megaspec.checkpoint.examine import examine
+        from megaspec.checkpoint.folders import candidates
+
+        good = []
+        for candidate in candidates(place / "checkpoints"):
+            _, problems = examine(candidate.path, candidate.step, deep=True)
+            if not problems:
+                good.append(candidate.step)
+        return sorted(good)
+
+
+def steps_in(path: Path) -> list[int]:
+    """Of the events of steps, in their order."""
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+    return [line["step"] for line in lines if line["event"] == "step"]
+
+
+def main(folder: Path, name: str, patterns: list[str]) -> None:
+    """Fails, in a small run each, the first operation of each place that a pattern `KIND/ERRNO/REGEX` finds; prints a
     JSON object a line of how it ended."""
     from megaspec_launchers import local
     from megaspec_launchers.rank_factory import RankFactory
@@ -113,26 +203,19 @@ def main(folder: Path, patterns: list[str]) -> None:
     # one warm process for all runs
     factory.close = lambda: None
     local.RankFactory = lambda *_, **__: factory
-    bench = Bench(folder, factory)
-    run = folder / "run"
-    words = ["train", *SMALL, f"run_dir={run}", "launcher.ranks=1", "parallelism.tp=1", "checkpoint.saving=async"]
-    recorded = bench.command(words, [run], logs=True)
+    case = Case(Bench(folder, factory), MODES[name])
+    recorded = case.go(logs=True)
     assert recorded.code == 0, recorded.said
     for pattern in patterns:
-        kind, name, site = pattern.split("/", 2)
+        kind, code, site = pattern.split("/", 2)
         found = sorted({one for of, one in recorded.log if of == kind and re.search(site, one)})
         assert found, f"no operation of the run is {pattern}"
         for one in found:
-            shutil.rmtree(run, ignore_errors=True)
-            fail = {"kind": kind, "site": one, "errno": getattr(errno, name)}
-            ended = bench.command(words, [run], fail=fail)
-            steps = 0
-            if (run / "metrics.jsonl").exists():
-                steps = (run / "metrics.jsonl").read_text().count('"event": "step"')
-            told = {"pattern": pattern, "site": one, "code": ended.code, "failed": ended.failed, "said": ended.said}
-            print(json.dumps(told | {"steps": steps}), flush=True)
+            ended = case.go(fail={"kind": kind, "site": one, "errno": getattr(errno, code)})
+            told = {"pattern": pattern, "site": one} | case.found(ended)
+            print(json.dumps(told), flush=True)
     close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
