@@ -480,7 +480,8 @@ def _back_without_hosts(launcher: SlurmLauncher) -> Iterator[str]:
     if launcher.is_elastic:
         yield f'      elif [ "$others" -ge {launcher.min_nodes} ]; then'
         yield r"""        printf '%s\n' "$own" "$avoided" > "$job.excluded" """.rstrip()
-        yield '        echo "megaspec: SLURM does not leave out $list: the job itself does, where it is given them" >&2'
+        said = "SLURM does not leave out $avoided: the job itself does, where it is given them"
+        yield f"""        if [ -n "$avoided" ]; then echo "megaspec: {said}" >&2; fi"""
     yield "      else"
     yield '        scontrol hold "$SLURM_JOB_ID"'
     yield '        echo "megaspec: SLURM does not leave out $list: the job is held. To go on, give" >&2'

@@ -236,8 +236,8 @@ def planned_on_fewer(
     hardware: Hardware | None,
     throughput: MeasuredThroughput | None,
 ) -> list[PlannedLayout]:
-    """What a run takes on all its nodes and on fewer, a line for each number that it can go on with; none where it needs
-    all of them."""
+    """What a run takes on all its nodes and on fewer, a line for each number that it can go on with; no line where it
+    needs all of them."""
     if not fewer:
         return []
     assert isinstance(spec.launcher, SlurmLauncher), f"launcher.kind={spec.launcher.kind} needs all its nodes"
