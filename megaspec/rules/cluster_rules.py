@@ -56,8 +56,7 @@ def ranks_fill_the_nodes(case: Case) -> Problem | None:
 
 
 def only_one_node_is_supervised(case: Case) -> Problem | None:
-    """launcher.layouts and launcher.restarts are of the supervisor, which a job of one node alone has; a job of SLURM
-    that may go on with fewer nodes reads the layouts, too."""
+    """launcher.restarts is read by the only node of a job; launcher.layouts by that, or with launcher.min_nodes."""
     launcher = case.recipe.launcher
     if not isinstance(launcher, ClusterLauncher) or launcher.nodes == 1:
         return None
