@@ -6,10 +6,11 @@ that SLURM kills one by one; torchrun in each task turns every exit code into 1.
 codes, the grace and the first cause are those of a run on one machine, and Kubernetes' pods are started the same way.
 
 Note "Fewer nodes". With launcher.min_nodes the job asks for a range, `--nodes=MIN-MAX`: SLURM starts it as soon as it
-has MIN nodes, with as many more as are free then (slurmctld's _select_nodes asks for the most first), and a job that
-goes back into the queue asks for the range again, whatever it was given before. The script trains on the most nodes
-that a layout fits, as torchrun with `--nnodes=MIN:MAX` does on the hosts that come; the others of the start stay idle.
-srun gets the names of those that train, since it would choose among all of them.
+has MIN nodes, with as many more as are free then, and a job that goes back into the queue asks for the range again,
+whatever it was given before. The script trains on the most nodes that a layout fits, as torchrun with
+`--nnodes=MIN:MAX` does on the hosts that come; the others of the start stay idle. They get no task that ends at once:
+from the first end on srun counts its --wait for the others. So it is given the names of those that train, since it
+would choose among all of them.
 
 Values of `#SBATCH` lines are words of a small alphabet (megaspec/launcher/spec.py): SLURM's own grammar of them has no
 quoting that all versions share. What is not a word stands in the script, where the shell's quoting is exact.
@@ -269,9 +270,8 @@ def _chosen_hosts(launcher: SlurmLauncher, counts: Sequence[int]) -> Iterator[st
 def _step_on_enough(launcher: SlurmLauncher, step: Iterator[str]) -> Iterator[str]:
     """The step, unless too few nodes are left: the job waits for others then, as after a suspicion."""
     yield 'if [ "$nodes" -gt 0 ]; then'
-    for lines in step:
-        for line in lines.splitlines():
-            yield f"  {line}"
+    for command in step:
+        yield f"  {command}"
     yield "else"
     text = 'the run keeps away from all but $(wc -l < "$job/left") of these nodes, and launcher.min_nodes='
     yield f'  echo "megaspec: {text}{launcher.min_nodes}" >&2'

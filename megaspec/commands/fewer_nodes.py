@@ -14,13 +14,12 @@ from typing import Any
 from rich.console import Console
 
 from megaspec.commands.layouts import KEY, NO_LAYOUT, LayoutOption, all_open, first_that_fits, layout_options
-from megaspec.commands.planned import cluster_target
 from megaspec.compose.compose import Composed
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.units import counted
 from megaspec.estimate.hardware import Hardware, hardware_of
-from megaspec.estimate.target import Target, detect_target
+from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import MeasuredThroughput, throughput_of
 from megaspec.launcher.spec import SEARCH, SlurmLauncher
 from megaspec.plan.layouts import ON_FEWER, PlannedLayout, planned_layout, print_layouts
@@ -49,10 +48,10 @@ class OnFewer:
     spec: Spec
 
 
-def for_fewer_nodes(spec: Spec, *, memory: str) -> tuple[Spec, list[OnFewer]]:
+def for_fewer_nodes(spec: Spec, target: Target, *, memory: str) -> tuple[Spec, list[OnFewer]]:
     """The Spec with a layout in launcher.layouts for each smaller number of nodes that its job can go on with, and what
-    it is there, the most nodes first; where all nodes are needed the Spec as it is. `memory`: ignore takes layouts that
-    are predicted not to fit.
+    it is there, the most nodes first; where all nodes are needed the Spec as it is. `target`: all nodes of the job.
+    `memory`: ignore takes layouts that are predicted not to fit.
 
     RecipeError: no layout fits launcher.min_nodes.
     """
@@ -60,16 +59,15 @@ def for_fewer_nodes(spec: Spec, *, memory: str) -> tuple[Spec, list[OnFewer]]:
     if not isinstance(launcher, SlurmLauncher) or not launcher.is_elastic:
         return spec, []
     assert launcher.nodes * launcher.ranks_per_node == spec.world_size, "a rule was not asked"
-    here = detect_target()
     recipe = _recipe_of_job(spec, launcher.layouts)
     # what is wrong with the data is told where the run itself is resolved
     facts = replace(gather_facts(recipe), problems=())
     words_of: dict[int, tuple[str, ...]] = {}
     refused: RecipeError | None = None
     for nodes in range(launcher.nodes - 1, 0, -1):
-        target = _target(spec, launcher, nodes, here)
+        fewer = _fewer(target, launcher, nodes)
         try:
-            words_of[nodes] = _words(spec, recipe, target, facts, memory=memory)
+            words_of[nodes] = _words(spec, recipe, fewer, facts, memory=memory)
         except RecipeError as error:
             if nodes == launcher.least_nodes:
                 refused = error
@@ -84,9 +82,9 @@ def for_fewer_nodes(spec: Spec, *, memory: str) -> tuple[Spec, list[OnFewer]]:
     options = layout_options(Composed(_recipe_of_job(made, layouts), {}))
     found = []
     for nodes, words in words_of.items():
-        target = _target(spec, launcher, nodes, here)
-        prepare = partial(_resolved, target=target, facts=facts, memory=memory)
-        found.append(OnFewer(nodes, words, first_that_fits(options, target, prepare)[1]))
+        fewer = _fewer(target, launcher, nodes)
+        prepare = partial(_resolved, target=fewer, facts=facts, memory=memory)
+        found.append(OnFewer(nodes, words, first_that_fits(options, fewer, prepare)[1]))
     return made, found
 
 
@@ -95,12 +93,12 @@ def is_for_fewer_nodes(spec: Spec) -> bool:
     return isinstance(spec.launcher, SlurmLauncher) and spec.launcher.is_elastic
 
 
-def fewer_nodes_to_plan(spec: Spec) -> list[OnFewer]:
+def fewer_nodes_to_plan(spec: Spec, target: Target) -> list[OnFewer]:
     """As `for_fewer_nodes`, of a run that is planned alone: what memory does not hold is shown. RecipeError."""
     try:
-        return for_fewer_nodes(spec, memory="check")[1]
+        return for_fewer_nodes(spec, target, memory="check")[1]
     except RecipeError:
-        return for_fewer_nodes(spec, memory="ignore")[1]
+        return for_fewer_nodes(spec, target, memory="ignore")[1]
 
 
 def _words(spec: Spec, recipe: Recipe, target: Target, facts: Facts, *, memory: str) -> tuple[str, ...]:
@@ -194,12 +192,13 @@ def _recipe_of_job(spec: Spec, layouts: object) -> Recipe:
     return Recipe.model_validate_json(json.dumps(content))
 
 
-def _target(spec: Spec, launcher: SlurmLauncher, nodes: int, here: Target) -> Target:
+def _fewer(target: Target, launcher: SlurmLauncher, nodes: int) -> Target:
     """Fewer nodes of a job, with their ranks started, as the ranks will find them."""
-    fewer = launcher.model_copy(update={"nodes": nodes})
-    target = cluster_target(spec, fewer, here)
-    ranks = launcher.ranks_per_node
-    return target.model_copy(update={"world_size": nodes * ranks, "local_ranks": ranks})
+    ranks = nodes * launcher.ranks_per_node
+    found = target.model_copy(update={"world_size": ranks, "local_ranks": launcher.ranks_per_node})
+    if target.device != "cuda":
+        return found
+    return found.model_copy(update={"gpus": ranks})
 
 
 def _resolved(option: LayoutOption, *, target: Target, facts: Facts, memory: str) -> Spec:

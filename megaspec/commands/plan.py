@@ -108,7 +108,7 @@ def _layouts(planned: Planned, spec: Spec, plan: Plan, facts: Facts, config_dirs
     """Those that a run may take when devices or nodes are lost, where it may lose some: its own first. RecipeError: see
     `specs_of_list` and `for_fewer_nodes`."""
     if is_for_fewer_nodes(spec):
-        fewer = fewer_nodes_to_plan(spec)
+        fewer = fewer_nodes_to_plan(spec, planned.target)
         return planned_on_fewer(spec, fewer, planned.target, hardware=planned.hardware, throughput=planned.throughput)
     options = layout_options(planned.composed, config_dirs)
     if len(options) == 1:

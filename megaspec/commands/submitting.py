@@ -55,7 +55,7 @@ def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memo
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
     _refuse_wrong_layouts(spec)
-    spec, fewer = for_fewer_nodes(spec, memory=memory)
+    spec, fewer = for_fewer_nodes(spec, target, memory=memory)
     _refuse_unmounted(spec)
     tell_left_out(composed)
     warning = memory_warning(spec, target)
@@ -115,7 +115,8 @@ def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: Cl
     for number, spec in enumerate(specs):
         _refuse_wrong_layouts(spec)
         _refuse_unmounted(spec)
-        specs[number], _ = for_fewer_nodes(spec, memory=taken.memory)
+        target = cluster_target(spec, launcher, detect_target())
+        specs[number], _ = for_fewer_nodes(spec, target, memory=taken.memory)
     if isinstance(launcher, SlurmLauncher):
         at_once = None if taken.spec.slots == AUTO else taken.spec.slots
         text = slurm.render_array(specs, at_once=at_once, memory=taken.memory)

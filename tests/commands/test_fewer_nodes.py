@@ -6,18 +6,24 @@ import pytest
 import yaml
 
 from megaspec.cli import main
-from megaspec.commands.fewer_nodes import for_fewer_nodes
+from megaspec.commands.fewer_nodes import OnFewer, for_fewer_nodes
+from megaspec.commands.planned import cluster_target
 from megaspec.core.errors import RecipeError
-from tests.launchers.jobs import spec_of
+from megaspec.spec import Spec
+from tests.launchers.jobs import HERE, spec_of
 
 SLURM = ("launcher=slurm", "launcher.hardware=cpu", "launcher.ranks_per_node=2", "parallelism.tp=1")
 TWELVE = ("launcher.nodes=6", "train.global_batch=12")
 NO_DATA = ("data=synthetic", "data.vocab_size=64", "data.seq_len=8", "model.vocab_size=64", "train.sample=null")
 
 
+def on_fewer(spec: Spec, *, memory: str = "check") -> tuple[Spec, list[OnFewer]]:
+    return for_fewer_nodes(spec, cluster_target(spec, spec.launcher, HERE), memory=memory)
+
+
 def layouts_of(*words: str, memory: str = "check") -> dict[int, tuple[str, ...]]:
     """Nodes -> words, of the layouts that a job holds."""
-    spec, found = for_fewer_nodes(spec_of(*SLURM, *words), memory=memory)
+    spec, found = on_fewer(spec_of(*SLURM, *words), memory=memory)
     assert spec.launcher.layouts == tuple(one.words for one in found)
     for one in found:
         assert one.spec.world_size == 2 * one.nodes
@@ -44,7 +50,7 @@ def test_no_more_is_decided_anew_than_has_to_be():
     words = ("launcher.nodes=2", "launcher.min_nodes=1", "train.global_batch=8", "parallelism.tp=auto")
     spec = spec_of(*(word for word in SLURM if "tp" not in word), *words)
     assert spec.parallelism.tp == 4
-    made, (found,) = for_fewer_nodes(spec, memory="check")
+    made, (found,) = on_fewer(spec, memory="check")
     # tp alone makes the world: it has to be another one
     assert found.spec.parallelism.tp == 2
     assert made.launcher.layouts[0][0] == "parallelism.tp=2"
@@ -73,18 +79,18 @@ def test_memory_that_fewer_nodes_do_not_have():
     words += ("model={n_layers: 48, d_model: 8192, n_heads: 64, n_kv_heads: 8, d_ffn: 28672}", "train.micro_batch=1")
     spec = spec_of(*words)
     with pytest.raises(RecipeError) as raised:
-        for_fewer_nodes(spec, memory="check")
+        on_fewer(spec, memory="check")
     first, *why = [problem.message for problem in raised.value.problems]
     assert "none fits their 8 ranks; set launcher.min_nodes=2, or add a layout" in first
     assert any("GiB" in message for message in why)
-    _, found = for_fewer_nodes(spec, memory="ignore")
+    _, found = on_fewer(spec, memory="ignore")
     assert [one.nodes for one in found] == [2, 1]
 
 
 def test_a_job_that_needs_all_its_nodes_stays_as_it_is():
     for words in ((), ("launcher.min_nodes=6",)):
         spec = spec_of(*SLURM, *TWELVE, *words)
-        assert for_fewer_nodes(spec, memory="check") == (spec, [])
+        assert on_fewer(spec, memory="check") == (spec, [])
 
 
 @pytest.mark.parametrize(

@@ -295,10 +295,10 @@ END-OF-RECIPE
 
 if [ "$nodes" -gt 0 ]; then
   srun --nodes="$nodes" --ntasks="$nodes" --nodelist="$(paste -s -d , "$job/hosts")" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=180 --cpu-bind=none --export=ALL \
-    python3 -P -m megaspec_launchers.node --nodes="$nodes" --ranks=8 --rank-from=SLURM_NODEID --grace=120 \
-    --host="$host" --port="$port" --job="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --run-dir="$run" \
-    --job-dir="$job" --host-from=SLURMD_NODENAME --restarts="${SLURM_RESTART_COUNT:-0}" --lost="$lost" \
-    -- train --config-dir "$job" recipe=of-this-job resume=auto
+  python3 -P -m megaspec_launchers.node --nodes="$nodes" --ranks=8 --rank-from=SLURM_NODEID --grace=120 \
+  --host="$host" --port="$port" --job="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --run-dir="$run" \
+  --job-dir="$job" --host-from=SLURMD_NODENAME --restarts="${SLURM_RESTART_COUNT:-0}" --lost="$lost" \
+  -- train --config-dir "$job" recipe=of-this-job resume=auto
   code=$?
 else
   echo "megaspec: the run keeps away from all but $(wc -l < "$job/left") of these nodes, and launcher.min_nodes=1" >&2
