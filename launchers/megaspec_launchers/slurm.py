@@ -177,12 +177,15 @@ def _common_counts(specs: Sequence[Spec]) -> list[int]:
 def _options(spec: Spec, launcher: SlurmLauncher, runs: int, at_once: int | None) -> Iterator[str]:
     """What SLURM is asked for. Its parser reads them up to the first command."""
     nodes = str(launcher.nodes)
+    tasks_per_node: int | None = 1
     if launcher.is_elastic:
         nodes = f"{launcher.min_nodes}-{launcher.nodes}"
+        # with a number of tasks SLURM gives nodes for the fewest, however many are free; srun says it for the step
+        tasks_per_node = None
     said: dict[str, object] = {
         "job-name": spec.name,
         "nodes": nodes,
-        "ntasks-per-node": 1,
+        "ntasks-per-node": tasks_per_node,
         "time": launcher.time,
         "account": launcher.account,
         "partition": launcher.partition,

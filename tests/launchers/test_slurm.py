@@ -537,6 +537,15 @@ def test_a_start_trains_on_the_most_nodes_that_a_layout_fits(four_nodes, given, 
     assert done.stderr == expected
 
 
+def test_a_range_of_nodes_is_asked_for_without_tasks():
+    """SLURM 22.05 gives a job of `--nodes=1-3 --ntasks-per-node=1` one node where three are free: it makes a number
+    of tasks of the fewest nodes, and gives nodes for those."""
+    options = [line for line in fewer_text().splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --nodes=1-4" in options
+    assert not [line for line in options if "ntasks" in line]
+    assert " --ntasks-per-node=1 " in fewer_text().partition("srun ")[2]
+
+
 def test_the_job_itself_leaves_out_a_host_where_slurm_does_not(four_nodes):
     """It is not held while the nodes that it is given are enough without it; SLURM is told again each time."""
     programs, here = four_nodes

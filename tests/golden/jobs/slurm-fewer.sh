@@ -1,7 +1,6 @@
 #!/bin/bash
 #SBATCH --job-name=hello
 #SBATCH --nodes=1-4
-#SBATCH --ntasks-per-node=1
 #SBATCH --time=24:00:00
 #SBATCH --mem=0
 #SBATCH --gres=gpu:8
