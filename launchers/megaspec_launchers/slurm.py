@@ -38,6 +38,8 @@ END = "END-OF-RECIPE"
 MARGIN_SECONDS = 60
 # What `scontrol show job` says of a job that SLURM ends at its limit, or preempts; of one that is cancelled, neither.
 _GOES_ON = "Reason=TimeLimit|PreemptTime=[0-9]"
+# How often a job was started again, as it says there.
+_SAID_RESTARTS = r"""scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* Restarts=\([0-9]*\).*/\1/p'"""
 # After which a job is put back into the queue.
 _RESTARTED = f"{HangError.exit_code}|{Preempted.exit_code}"
 # That, too, where a host can be named that the job is to do without.
@@ -396,7 +398,17 @@ def _end(launcher: SlurmLauncher) -> Iterator[str]:
     yield f"{_RESTARTED}|{_SUSPECTED})" if has_hosts else f"{_RESTARTED})"
     yield "  # SLURM would requeue a job that is cancelled, too; one whose time is over, or that is preempted, goes on"
     yield f"""  if [ "$ended" = yes ] && ! scontrol show job "$SLURM_JOB_ID" | grep -E -q '{_GOES_ON}'; then"""
-    yield '    echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2'
+    if has_hosts:
+        yield "    # where a node was lost SLURM has counted the restart already, and starts the job again by itself"
+        yield f"    restarts=$({_SAID_RESTARTS})"
+        yield """    if [ "${restarts:-0}" -gt "${SLURM_RESTART_COUNT:-0}" ]; then"""
+        yield "      again=yes"
+        yield '      echo "megaspec: exit code $code: SLURM itself puts the job back into the queue" >&2'
+        yield "    else"
+        yield '      echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2'
+        yield "    fi"
+    else:
+        yield '    echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2'
     if has_hosts:
         yield f'  elif [ "$code" -eq {_SUSPECTED} ] && [ "$named" = no ]; then'
         yield '    echo "megaspec: exit code $code: no host of the job can be named, which stays ended" >&2'

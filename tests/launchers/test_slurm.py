@@ -491,6 +491,22 @@ def test_a_host_that_leaves_no_word_is_lost(slurm_here, without, ended, code, lo
         assert f"--restarts={restarts}" in command
 
 
+@pytest.mark.parametrize(("restarts", "goes_on"), [("4", True), ("3", False)])
+def test_a_lost_node_is_counted_where_slurm_itself_requeues_the_job(slurm_here, restarts, goes_on):
+    """It tells the script to end, as `scancel` does, and has counted the restart by then (seen of SLURM 22.05)."""
+    programs, here = slurm_here
+    says = {"JOB_SAYS": f"Reason=None\n   Requeue=1 Restarts={restarts} BatchFlag=1", "SLURM_RESTART_COUNT": "3"}
+    (here / ".megaspec-job-4711.excluded").write_text("\nold1\n")
+    words = f'{said_of_hosts()}; rm "$job"/*/127.0.0.2; kill $$'
+    done = run_script(end_with(slurm.render(plain_spec()), words, 74), programs, here, **says)
+    assert done.returncode == 74, done.stderr
+    assert ("SLURM itself puts the job back into the queue" in done.stderr) == goes_on
+    assert ("which stays ended" in done.stderr) != goes_on
+    assert not (programs / "requeued").exists()
+    left = sorted(path.name for path in here.iterdir())
+    assert left == ([".megaspec-job-4711.excluded", ".megaspec-job-4711.lost"] if goes_on else [])
+
+
 # ---- fewer nodes than a job asks for
 
 FOUR = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")

@@ -344,7 +344,14 @@ case "$code" in
 74|75|77)
   # SLURM would requeue a job that is cancelled, too; one whose time is over, or that is preempted, goes on
   if [ "$ended" = yes ] && ! scontrol show job "$SLURM_JOB_ID" | grep -E -q 'Reason=TimeLimit|PreemptTime=[0-9]'; then
-    echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2
+    # where a node was lost SLURM has counted the restart already, and starts the job again by itself
+    restarts=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* Restarts=\([0-9]*\).*/\1/p')
+    if [ "${restarts:-0}" -gt "${SLURM_RESTART_COUNT:-0}" ]; then
+      again=yes
+      echo "megaspec: exit code $code: SLURM itself puts the job back into the queue" >&2
+    else
+      echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2
+    fi
   elif [ "$code" -eq 77 ] && [ "$named" = no ]; then
     echo "megaspec: exit code $code: no host of the job can be named, which stays ended" >&2
   elif [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then
