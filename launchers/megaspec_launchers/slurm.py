@@ -450,15 +450,19 @@ def _hosts() -> Iterator[str]:
     yield "  fi"
     yield 'done < "$job/avoided"'
     yield "# a host is lost where it alone says nothing of its end, ranks of others missed its own, and none was killed"
-    yield "gone="
-    yield "while read -r name; do"
-    yield '  if [ ! -e "$job/ended/$name" ]; then gone="$gone${gone:+,}$name"; fi'
-    yield 'done < "$job/hosts"'
-    yield f'if [ "$code" -eq {HangError.exit_code} ] && [ -n "$gone" ] && [ "${{gone#*,}}" = "$gone" ] &&'
-    yield f'  grep -q -s {MISSED} "$job"/ended/* && ! grep -q -s {FAILED} "$job"/ended/*; then'
-    yield '  echo "megaspec: host $gone was lost; at the second time the run keeps away from it" >&2'
-    yield '  echo "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} $gone" > "$job.lost"'
-    yield "fi"
+    yield "# SLURM ends what this shell has started, too, as soon as it sees that a node is lost"
+    yield "("
+    yield "  trap '' TERM"
+    yield "  gone="
+    yield "  while read -r name; do"
+    yield '    if [ ! -e "$job/ended/$name" ]; then gone="$gone${gone:+,}$name"; fi'
+    yield '  done < "$job/hosts"'
+    yield f'  if [ "$code" -eq {HangError.exit_code} ] && [ -n "$gone" ] && [ "${{gone#*,}}" = "$gone" ] &&'
+    yield f'    grep -q -s {MISSED} "$job"/ended/* && ! grep -q -s {FAILED} "$job"/ended/*; then'
+    yield '    echo "megaspec: host $gone was lost; at the second time the run keeps away from it" >&2'
+    yield '    echo "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} $gone" > "$job.lost"'
+    yield "  fi"
+    yield ")"
     yield "again=no"
 
 

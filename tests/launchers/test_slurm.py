@@ -497,6 +497,9 @@ def test_a_lost_node_is_counted_where_slurm_itself_requeues_the_job(slurm_here, 
     programs, here = slurm_here
     says = {"JOB_SAYS": f"Reason=None\n   Requeue=1 Restarts={restarts} BatchFlag=1", "SLURM_RESTART_COUNT": "3"}
     (here / ".megaspec-job-4711.excluded").write_text("\nold1\n")
+    # the signal reaches whatever the script has started, too: here while it looks who was lost
+    killed = f'#!/bin/sh\ncase "$*" in *missed*) kill $$ ;; esac\nexec {shutil.which("grep")} "$@"\n'
+    write_program(programs / "grep", killed)
     words = f'{said_of_hosts()}; rm "$job"/*/127.0.0.2; kill $$'
     done = run_script(end_with(slurm.render(plain_spec()), words, 74), programs, here, **says)
     assert done.returncode == 74, done.stderr

@@ -308,15 +308,19 @@ while read -r name; do
   fi
 done < "$job/avoided"
 # a host is lost where it alone says nothing of its end, ranks of others missed its own, and none was killed
-gone=
-while read -r name; do
-  if [ ! -e "$job/ended/$name" ]; then gone="$gone${gone:+,}$name"; fi
-done < "$job/hosts"
-if [ "$code" -eq 74 ] && [ -n "$gone" ] && [ "${gone#*,}" = "$gone" ] &&
-  grep -q -s missed "$job"/ended/* && ! grep -q -s failed "$job"/ended/*; then
-  echo "megaspec: host $gone was lost; at the second time the run keeps away from it" >&2
-  echo "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} $gone" > "$job.lost"
-fi
+# SLURM ends what this shell has started, too, as soon as it sees that a node is lost
+(
+  trap '' TERM
+  gone=
+  while read -r name; do
+    if [ ! -e "$job/ended/$name" ]; then gone="$gone${gone:+,}$name"; fi
+  done < "$job/hosts"
+  if [ "$code" -eq 74 ] && [ -n "$gone" ] && [ "${gone#*,}" = "$gone" ] &&
+    grep -q -s missed "$job"/ended/* && ! grep -q -s failed "$job"/ended/*; then
+    echo "megaspec: host $gone was lost; at the second time the run keeps away from it" >&2
+    echo "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} $gone" > "$job.lost"
+  fi
+)
 again=no
 case "$code" in
 74|75|77)
