@@ -1,8 +1,8 @@
 """The ranks of one node of a job of several: `python -P -m megaspec_launchers.node OPTIONS -- train WORDS`.
 
 A batch script or manifest starts it once on each node. It starts the node's ranks with the variables that torchrun
-would set, passes requests to stop on, and ends with the run's own exit code, which torchrun turns into 1. Where there
-is one node alone it becomes `megaspec train`, whose own launcher does all that and more. Never imports torch.
+would set, passes requests to stop on, and ends with the run's own exit code, which torchrun turns into 1. Where a job
+has one node alone it becomes `megaspec train`, whose own launcher does all that and more. Never imports torch.
 """
 
 from megaspec.launcher.stop import REQUESTS, STACKS, leave_on_request
@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, words = _parsed(list(sys.argv[1:] if arguments is None else arguments))
     command = [sys.executable, "-P", "-m", "megaspec.cli", *words]
     try:
-        if options.nodes == 1:
+        # the only node that is left of several stays one of theirs: its ranks find their layout as all of them do
+        if options.nodes == 1 and options.job_dir is None:
             return _told(_alone(command, options.retryable), options.retryable)
         node = Node(
             rank=_node_rank(options, os.environ),

@@ -5,6 +5,13 @@ a node hears which rank failed first, ranks outlive each other by SLURM's KillWa
 that SLURM kills one by one; torchrun in each task turns every exit code into 1. With a process of ours per node the
 codes, the grace and the first cause are those of a run on one machine, and Kubernetes' pods are started the same way.
 
+Note "Fewer nodes". With launcher.min_nodes the job asks for a range, `--nodes=MIN-MAX`: SLURM starts it as soon as it
+has MIN nodes, with as many more as are free then, and a job that goes back into the queue asks for the range again,
+whatever it was given before. The script trains on the most nodes that a layout fits, as torchrun with
+`--nnodes=MIN:MAX` does on the hosts that come; the others of the start stay idle. They get no task that ends at once:
+from the first end on srun counts its --wait for the others. So it is given the names of those that train, since it
+would choose among all of them.
+
 Values of `#SBATCH` lines are words of a small alphabet (megaspec/launcher/spec.py): SLURM's own grammar of them has no
 quoting that all versions share. What is not a word stands in the script, where the shell's quoting is exact.
 """
@@ -17,18 +24,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
 from megaspec.core.errors import HangError, HardwareError, Preempted, Problem, RecipeError, UnreachableError
-from megaspec.launcher.spec import SlurmContainer, SlurmLauncher
+from megaspec.launcher.spec import SEARCH, LauncherSpec, SlurmContainer, SlurmLauncher
 from megaspec.spec import Spec
 from megaspec_launchers.job_hosts import FAILED, MISSED
 from megaspec_launchers.recipe_file import NAME, SECRET_FILE, recipe_of_job, words_of_job
 
 SUBMIT = "sbatch"
+# Word of a layout that says for how many ranks it is.
+RANKS = "launcher.ranks="
 # Ends the recipe in the script: no line of a recipe looks so.
 END = "END-OF-RECIPE"
 # Between the warning and SLURM's own kill, beyond the grace: what is left of a step, and srun.
 MARGIN_SECONDS = 60
 # What `scontrol show job` says of a job that SLURM ends at its limit, or preempts; of one that is cancelled, neither.
 _GOES_ON = "Reason=TimeLimit|PreemptTime=[0-9]"
+# How often a job was started again, as it says there.
+_SAID_RESTARTS = r"""scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* Restarts=\([0-9]*\).*/\1/p'"""
 # After which a job is put back into the queue.
 _RESTARTED = f"{HangError.exit_code}|{Preempted.exit_code}"
 # That, too, where a host can be named that the job is to do without.
@@ -50,12 +61,30 @@ def render_array(specs: Sequence[Spec], *, at_once: int | None = None, memory: s
     """
     first = specs[0]
     for number, spec in enumerate(specs, 1):
-        if spec.launcher != first.launcher:
+        if _asked_for(spec) != _asked_for(first):
             text = (
                 f"run {number}: the runs of a job array ask for the same nodes; keep launcher the same in all of them"
             )
             raise RecipeError([Problem("launcher", text)])
     return _script(first, list(specs), at_once=at_once, memory=memory)
+
+
+def _asked_for(spec: Spec) -> LauncherSpec:
+    """What a job asks SLURM for: its layouts are the run's own."""
+    return spec.launcher.model_copy(update={"layouts": ()})
+
+
+def node_counts(launcher: SlurmLauncher) -> list[int]:
+    """Numbers of nodes that a run can be trained on, the most first: all that its job asks for, and those for whose
+    ranks launcher.layouts has a layout. Each of them says its ranks (commands/fewer_nodes.py)."""
+    counts = {launcher.nodes}
+    if launcher.is_elastic:
+        assert launcher.layouts != SEARCH, "a search is done before a job is written"
+        for words in launcher.layouts:
+            (ranks,) = [word.removeprefix(RANKS) for word in words if word.startswith(RANKS)]
+            counts.add(int(ranks) // launcher.ranks_per_node)
+        assert min(counts) == launcher.min_nodes, f"no layout for launcher.min_nodes={launcher.min_nodes}"
+    return sorted(counts, reverse=True)
 
 
 def submit(text: str, specs: Sequence[Spec]) -> str:
@@ -124,23 +153,41 @@ def _script(spec: Spec, specs: list[Spec], *, memory: str, at_once: int | None =
     launcher = spec.launcher
     assert isinstance(launcher, SlurmLauncher), f"launcher.kind={launcher.kind} is no job of SLURM"
     lines = ["#!/bin/bash", *_options(spec, launcher, len(specs), at_once)]
-    lines += ["", *_preparation(launcher)]
+    lines += ["", *_preparation(launcher, _common_counts(specs))]
     if len(specs) == 1:
         lines += ["", *_recipe(spec)]
     else:
         lines += ["", *_recipes(specs)]
     if launcher.container is not None:
         lines += ["", *_mounted()]
-    lines += ["", *_step(spec, launcher, memory), "", *_end(launcher)]
+    step = _step(spec, launcher, memory)
+    if launcher.is_elastic:
+        step = _step_on_enough(launcher, step)
+    lines += ["", *step, "", *_end(launcher)]
     return "\n".join(lines) + "\n"
+
+
+def _common_counts(specs: Sequence[Spec]) -> list[int]:
+    """Numbers of nodes that each of the runs can be trained on, the most first."""
+    counts = node_counts(specs[0].launcher)
+    for spec in specs[1:]:
+        others = node_counts(spec.launcher)
+        counts = [count for count in counts if count in others]
+    return counts
 
 
 def _options(spec: Spec, launcher: SlurmLauncher, runs: int, at_once: int | None) -> Iterator[str]:
     """What SLURM is asked for. Its parser reads them up to the first command."""
+    nodes = str(launcher.nodes)
+    tasks_per_node: int | None = 1
+    if launcher.is_elastic:
+        nodes = f"{launcher.min_nodes}-{launcher.nodes}"
+        # with a number of tasks SLURM gives nodes for the fewest, however many are free; srun says it for the step
+        tasks_per_node = None
     said: dict[str, object] = {
         "job-name": spec.name,
-        "nodes": launcher.nodes,
-        "ntasks-per-node": 1,
+        "nodes": nodes,
+        "ntasks-per-node": tasks_per_node,
         "time": launcher.time,
         "account": launcher.account,
         "partition": launcher.partition,
@@ -166,7 +213,8 @@ def _options(spec: Spec, launcher: SlurmLauncher, runs: int, at_once: int | None
     yield "#SBATCH --requeue"
 
 
-def _preparation(launcher: SlurmLauncher) -> Iterator[str]:
+def _preparation(launcher: SlurmLauncher, counts: Sequence[int]) -> Iterator[str]:
+    """`counts`: numbers of nodes that the runs can be trained on, the most first."""
     if launcher.modules:
         # before set -u: what defines `module`, and modules themselves, read variables that may not be there
         yield "# a shell that nobody has logged in to may not know what modules are"
@@ -182,7 +230,8 @@ def _preparation(launcher: SlurmLauncher) -> Iterator[str]:
     for name, value in launcher.env.items():
         yield f"export {name}={quoted(value)}"
     yield "# nodes reach each other by the name of the first; the port is one that another job of the node hardly has"
-    yield 'host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    if not launcher.is_elastic:
+        yield 'host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
     yield "port=$((10000 + SLURM_JOB_ID % 20000))"
     yield "# what the job trains, where all its nodes see it"
     yield 'job="$PWD/.megaspec-job-$SLURM_JOB_ID"'
@@ -196,9 +245,43 @@ def _preparation(launcher: SlurmLauncher) -> Iterator[str]:
         yield f'export {SECRET_FILE}="$job/secret"'
         yield "# what nodes say of their hosts; see megaspec_launchers/job_hosts.py"
         yield 'mkdir -p "$job/nodes" "$job/ended" "$job/left-out" || exit 73'
-        yield 'scontrol show hostnames "$SLURM_JOB_NODELIST" > "$job/hosts"'
+        if launcher.is_elastic:
+            yield from _chosen_hosts(launcher, counts)
+        else:
+            yield 'scontrol show hostnames "$SLURM_JOB_NODELIST" > "$job/hosts"'
         yield 'lost=$(cat "$job.lost" 2> /dev/null)'
         yield 'rm -f "$job.lost"'
+
+
+def _chosen_hosts(launcher: SlurmLauncher, counts: Sequence[int]) -> Iterator[str]:
+    """Which nodes of the start train: see the note "Fewer nodes"."""
+    yield "# those that SLURM gives, less those that it was told to leave out"
+    yield 'scontrol show hostnames "$SLURM_JOB_NODELIST" > "$job/given"'
+    yield """sed -n 2p "$job.excluded" 2> /dev/null | tr , '\\n' > "$job/avoided\""""
+    yield 'grep -F -x -v -f "$job/avoided" "$job/given" > "$job/left"'
+    yield "# on as many nodes as a layout fits"
+    yield "nodes=0"
+    yield f"for count in {' '.join(str(count) for count in counts)}; do"
+    yield '  if [ "$count" -le "$(wc -l < "$job/left")" ]; then nodes=$count; break; fi'
+    yield "done"
+    yield 'head -n "$nodes" "$job/left" > "$job/hosts"'
+    yield 'host=$(head -n 1 "$job/hosts")'
+    yield 'idle=$(grep -F -x -v -f "$job/hosts" "$job/given" | paste -s -d , -)'
+    yield f'if [ "$nodes" -lt {launcher.nodes} ]; then'
+    yield f'  echo "megaspec: this start trains on $nodes of {launcher.nodes} nodes${{idle:+, idle are $idle}}" >&2'
+    yield "fi"
+
+
+def _step_on_enough(launcher: SlurmLauncher, step: Iterator[str]) -> Iterator[str]:
+    """The step, unless too few nodes are left: the job waits for others then, as after a suspicion."""
+    yield 'if [ "$nodes" -gt 0 ]; then'
+    for command in step:
+        yield f"  {command}"
+    yield "else"
+    text = 'the run keeps away from all but $(wc -l < "$job/left") of these nodes, and launcher.min_nodes='
+    yield f'  echo "megaspec: {text}{launcher.min_nodes}" >&2'
+    yield f"  code={_SUSPECTED}"
+    yield "fi"
 
 
 def _recipe(spec: Spec) -> Iterator[str]:
@@ -249,17 +332,21 @@ def _mounted() -> Iterator[str]:
 def _step(spec: Spec, launcher: SlurmLauncher, memory: str) -> Iterator[str]:
     """One task a node. The first that ends leaves the others time to end by themselves, with the code that counts."""
     wait = math.ceil(launcher.grace_seconds) + MARGIN_SECONDS
-    words = ["srun", f"--nodes={launcher.nodes}", f"--ntasks={launcher.nodes}", "--ntasks-per-node=1"]
-    words += ["--kill-on-bad-exit=0", f"--wait={wait}"]
+    nodes = str(launcher.nodes)
+    if launcher.is_elastic:
+        nodes = '"$nodes"'
+    started = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}"]
+    if launcher.is_elastic:
+        started.append("""--nodelist="$(paste -s -d , "$job/hosts")\"""")
+    words = ["--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={wait}"]
     if launcher.cpus_per_node is not None:
         # srun does not take it over from sbatch
         words += [f"--cpus-per-task={launcher.cpus_per_node}"]
     # whatever sbatch was told of the environment: the secret, modules and launcher.env are for the tasks
     words += ["--cpu-bind=none", "--export=ALL"]
-    lines = [shlex.join(words), *_inside(launcher)]
-    node = ["python3", "-P", "-m", "megaspec_launchers.node", f"--nodes={launcher.nodes}"]
-    node += [f"--ranks={launcher.ranks_per_node}", "--rank-from=SLURM_NODEID", f"--grace={launcher.grace_seconds:g}"]
-    lines += [shlex.join(node)]
+    lines = [" ".join([*started, shlex.join(words)]), *_inside(launcher)]
+    node = [f"--ranks={launcher.ranks_per_node}", "--rank-from=SLURM_NODEID", f"--grace={launcher.grace_seconds:g}"]
+    lines += [f"python3 -P -m megaspec_launchers.node --nodes={nodes} {shlex.join(node)}"]
     lines += ['--host="$host" --port="$port" --job="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --run-dir="$run"']
     if launcher.nodes > 1:
         lines += ['--job-dir="$job" --host-from=SLURMD_NODENAME --restarts="${SLURM_RESTART_COUNT:-0}" --lost="$lost"']
@@ -305,18 +392,30 @@ def _end(launcher: SlurmLauncher) -> Iterator[str]:
     yield 'if [ "$code" -ge 128 ]; then code=74; elif [ "$code" -eq 1 ]; then code=70; fi'
     if has_hosts:
         yield from _hosts()
+    if launcher.is_elastic:
+        yield from _enough_hosts()
     yield 'case "$code" in'
     yield f"{_RESTARTED}|{_SUSPECTED})" if has_hosts else f"{_RESTARTED})"
     yield "  # SLURM would requeue a job that is cancelled, too; one whose time is over, or that is preempted, goes on"
     yield f"""  if [ "$ended" = yes ] && ! scontrol show job "$SLURM_JOB_ID" | grep -E -q '{_GOES_ON}'; then"""
-    yield '    echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2'
+    if has_hosts:
+        yield "    # where a node was lost SLURM has counted the restart already, and starts the job again by itself"
+        yield f"    restarts=$({_SAID_RESTARTS})"
+        yield """    if [ "${restarts:-0}" -gt "${SLURM_RESTART_COUNT:-0}" ]; then"""
+        yield "      again=yes"
+        yield '      echo "megaspec: exit code $code: SLURM itself puts the job back into the queue" >&2'
+        yield "    else"
+        yield '      echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2'
+        yield "    fi"
+    else:
+        yield '    echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2'
     if has_hosts:
         yield f'  elif [ "$code" -eq {_SUSPECTED} ] && [ "$named" = no ]; then'
         yield '    echo "megaspec: exit code $code: no host of the job can be named, which stays ended" >&2'
     yield f'  elif [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launcher.max_restarts} ]; then'
     yield '    echo "megaspec: exit code $code: the job goes back into the queue" >&2'
     if has_hosts:
-        yield from _back_without_hosts()
+        yield from _back_without_hosts(launcher)
     else:
         yield '    rm -rf "$job"'
         yield '    scontrol requeue "$SLURM_JOB_ID"'
@@ -351,19 +450,32 @@ def _hosts() -> Iterator[str]:
     yield "  fi"
     yield 'done < "$job/avoided"'
     yield "# a host is lost where it alone says nothing of its end, ranks of others missed its own, and none was killed"
-    yield "gone="
-    yield "while read -r name; do"
-    yield '  if [ ! -e "$job/ended/$name" ]; then gone="$gone${gone:+,}$name"; fi'
-    yield 'done < "$job/hosts"'
-    yield f'if [ "$code" -eq {HangError.exit_code} ] && [ -n "$gone" ] && [ "${{gone#*,}}" = "$gone" ] &&'
-    yield f'  grep -q -s {MISSED} "$job"/ended/* && ! grep -q -s {FAILED} "$job"/ended/*; then'
-    yield '  echo "megaspec: host $gone was lost; at the second time the run keeps away from it" >&2'
-    yield '  echo "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} $gone" > "$job.lost"'
-    yield "fi"
+    yield "# SLURM ends what this shell has started, too, as soon as it sees that a node is lost"
+    yield "("
+    yield "  trap '' TERM"
+    yield "  gone="
+    yield "  while read -r name; do"
+    yield '    if [ ! -e "$job/ended/$name" ]; then gone="$gone${gone:+,}$name"; fi'
+    yield '  done < "$job/hosts"'
+    yield f'  if [ "$code" -eq {HangError.exit_code} ] && [ -n "$gone" ] && [ "${{gone#*,}}" = "$gone" ] &&'
+    yield f'    grep -q -s {MISSED} "$job"/ended/* && ! grep -q -s {FAILED} "$job"/ended/*; then'
+    yield '    echo "megaspec: host $gone was lost; at the second time the run keeps away from it" >&2'
+    yield '    echo "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} $gone" > "$job.lost"'
+    yield "  fi"
+    yield ")"
     yield "again=no"
 
 
-def _back_without_hosts() -> Iterator[str]:
+def _enough_hosts() -> Iterator[str]:
+    """How many nodes of this start are left without the hosts to leave out, and whether SLURM gave it others that it
+    had been told of: it is told again then."""
+    yield """printf '%s\\n' "$avoided" | tr , '\\n' > "$job/avoided\""""
+    yield 'others=$(grep -F -x -v -c -f "$job/avoided" "$job/given")'
+    yield 'if [ "$nodes" -eq 0 ]; then named=yes; fi'
+    yield 'if [ "$(wc -l < "$job/left")" -lt "$(wc -l < "$job/given")" ]; then before=-; fi'
+
+
+def _back_without_hosts(launcher: SlurmLauncher) -> Iterator[str]:
     """Back into the queue, and then other hosts to leave out: SLURM changes them only of a job that waits, and does not
     start a job again for some seconds. Where this shell is ended between the two, a node of the next start refuses."""
     yield "    again=yes"
@@ -384,6 +496,11 @@ def _back_without_hosts() -> Iterator[str]:
     yield "      done"
     yield f'      if [ "$tries" -lt {_TRIES} ]; then'
     yield r"""        printf '%s\n' "$own" "$avoided" > "$job.excluded" """.rstrip()
+    if launcher.is_elastic:
+        yield f'      elif [ "$others" -ge {launcher.min_nodes} ]; then'
+        yield r"""        printf '%s\n' "$own" "$avoided" > "$job.excluded" """.rstrip()
+        said = "SLURM does not leave out $avoided: the job itself does, where it is given them"
+        yield f"""        if [ -n "$avoided" ]; then echo "megaspec: {said}" >&2; fi"""
     yield "      else"
     yield '        scontrol hold "$SLURM_JOB_ID"'
     yield '        echo "megaspec: SLURM does not leave out $list: the job is held. To go on, give" >&2'

@@ -71,7 +71,7 @@ def layout_options(composed: Composed, config_dirs: Sequence[str] = ()) -> list[
     options = [LayoutOption(RECIPES_OWN, composed)]
     layouts = composed.recipe.launcher.layouts
     if layouts == SEARCH:
-        return [*options, LayoutOption(SEARCH, replace(composed, recipe=_all_open(composed.recipe)))]
+        return [*options, LayoutOption(SEARCH, replace(composed, recipe=all_open(composed.recipe)))]
     problems: list[Problem] = []
     content = composed.recipe.model_dump(mode="json")
     # those of the recipe go with its own degrees; without a word for them, a layout takes what its degrees make, or
@@ -95,7 +95,7 @@ def layout_options(composed: Composed, config_dirs: Sequence[str] = ()) -> list[
     return options
 
 
-def _all_open(recipe: Recipe) -> Recipe:
+def all_open(recipe: Recipe) -> Recipe:
     """The recipe with all that a search decides left open."""
     content = recipe.model_dump(mode="json")
     content["launcher"]["ranks"] = AUTO

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megaspec.commands.fewer_nodes import fewer_nodes_to_plan, is_for_fewer_nodes, planned_on_fewer
 from megaspec.commands.layouts import layout_options, specs_of_list
 from megaspec.commands.paragraphs import Paragraphs
 from megaspec.commands.planned import Planned, plan_words
@@ -15,7 +16,7 @@ from megaspec.compose.words import tell_left_out, words_parser
 from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
 from megaspec.core.terminal import terminal
 from megaspec.data.fetch import data_in_words
-from megaspec.plan.layouts import PlannedLayout, planned_layout, print_layouts
+from megaspec.plan.layouts import ON_FEWER, SUPERVISED, PlannedLayout, planned_layout, print_layouts
 from megaspec.plan.plan import Plan, make_plan, rank_view
 from megaspec.plan.report import print_ranks, print_whole_plan
 from megaspec.resolve.gather import gather_facts
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(
         spec, target, hardware=planned.hardware, throughput=planned.throughput, why=planned.why, weigh_changes=True
     )
-    layouts = _layouts(planned, plan, facts, args.config_dir)
+    layouts = _layouts(planned, spec, plan, facts, args.config_dir)
     ranks = _ranks(args.ranks, spec.world_size)
     views = [rank_view(plan, rank) for rank in ranks]
     agrees = True
@@ -87,7 +88,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_whole_plan(plan, terminal(), data=data)
         if layouts:
-            print_layouts(layouts, terminal(), device=spec.device)
+            heading = SUPERVISED
+            if is_for_fewer_nodes(spec):
+                heading = ON_FEWER
+            print_layouts(layouts, terminal(), device=spec.device, heading=heading)
         print_ranks(views, terminal())
         if args.trace:
             agrees = _print_traces(spec, ranks)
@@ -100,9 +104,12 @@ def run(args: argparse.Namespace) -> int:
     return 0 if agrees else NOT_EQUAL
 
 
-def _layouts(planned: Planned, plan: Plan, facts: Facts, config_dirs: Sequence[str]) -> list[PlannedLayout]:
-    """Those that a supervised run may take, where the recipe has such a list: its own first. RecipeError: see
-    `specs_of_list`."""
+def _layouts(planned: Planned, spec: Spec, plan: Plan, facts: Facts, config_dirs: Sequence[str]) -> list[PlannedLayout]:
+    """Those that a run may take when devices or nodes are lost, where it may lose some: its own first. RecipeError: see
+    `specs_of_list` and `for_fewer_nodes`."""
+    if is_for_fewer_nodes(spec):
+        fewer = fewer_nodes_to_plan(spec, planned.target)
+        return planned_on_fewer(spec, fewer, planned.target, hardware=planned.hardware, throughput=planned.throughput)
     options = layout_options(planned.composed, config_dirs)
     if len(options) == 1:
         return []

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megaspec.commands.fewer_nodes import for_fewer_nodes, print_on_fewer
 from megaspec.commands.layouts import layout_options, specs_of_list
 from megaspec.commands.planned import cluster_target
 from megaspec.compose.compose import Composed
@@ -54,6 +55,7 @@ def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memo
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
     _refuse_wrong_layouts(spec)
+    spec, fewer = for_fewer_nodes(spec, target, memory=memory)
     _refuse_unmounted(spec)
     tell_left_out(composed)
     warning = memory_warning(spec, target)
@@ -68,6 +70,7 @@ def submit(composed: Composed, launcher: ClusterLauncher, *, goes_on: bool, memo
         # what pods see is not known here
         data = data_in_words(spec.data, spec.remote)
     print_plan(spec, target, terminal(), data=data)
+    print_on_fewer(spec, fewer, target, terminal())
     said = scheduler.submit(text, [spec])
     print(printable(f"{launcher.kind}: submitted {said}; the run is in {spec.run_dir}", keep="\n"))
     return 0
@@ -109,9 +112,11 @@ def submit_points(words: Sequence[str], config_dirs: Sequence[str], launcher: Cl
     # of every point the same, see _point_target
     facts_of = partial(facts_for, launcher=launcher, goes_on=False)
     specs = specs_of_points(taken, config_dirs, partial(_point_target, launcher=launcher), facts_of)
-    for spec in specs:
+    for number, spec in enumerate(specs):
         _refuse_wrong_layouts(spec)
         _refuse_unmounted(spec)
+        target = cluster_target(spec, launcher, detect_target())
+        specs[number], _ = for_fewer_nodes(spec, target, memory=taken.memory)
     if isinstance(launcher, SlurmLauncher):
         at_once = None if taken.spec.slots == AUTO else taken.spec.slots
         text = slurm.render_array(specs, at_once=at_once, memory=taken.memory)

@@ -110,8 +110,9 @@ class ClusterLauncher(Frozen):
     restarts: RestartsSpec = RestartsSpec()
     """How the only node of a job starts its ranks again, before the job goes back to its scheduler."""
     layouts: tuple[tuple[LayoutWord, ...], ...] | Literal["search"] = ()
-    """On the only node of a job: what is taken where devices are gone, as of launcher=local. A job holds all that was
-    decided for its own layout, so these name every degree that changes."""
+    """On the only node of a job: what is taken where devices are gone, as of launcher=local. With launcher.min_nodes
+    what is taken on fewer nodes. A job holds all that was decided for its own layout, so these name every degree that
+    changes."""
     grace_seconds: PositiveFloat = 120.0
     """Time that ranks have to finish their step and save when the job is asked to stop before they are killed."""
     timeout_seconds: PositiveFloat = 600.0
@@ -159,6 +160,10 @@ class SlurmLauncher(ClusterLauncher):
     # and a minute more has to be a number that sbatch takes: 65535 at most
     grace_seconds: Annotated[PositiveFloat, Field(le=65475)] = 120.0
     """Time that ranks have to finish their step and save when the job is asked to stop before they are killed."""
+    min_nodes: Degree | None = None
+    """Nodes with which the job may start, and go on, where SLURM has no more for it: each start takes as many as it is
+    given, and as a layout fits. The layouts are those of `layouts`; without any, the recipe's own with what it leaves
+    open decided anew. The global batch and the order of the data stay. null: all `nodes` are needed."""
     time: Annotated[str, Field(pattern=r"^(\d{1,3}-)?\d{1,2}:[0-5]\d:[0-5]\d$")] = "24:00:00"
     """Limit of one start: hours:minutes:seconds or days-hours:minutes:seconds. The run goes on in the next start."""
     account: Word | None = None
@@ -184,6 +189,18 @@ class SlurmLauncher(ClusterLauncher):
     """Environment modules to load, in this order."""
     container: SlurmContainer | None = None
     """null: ranks run on the node itself, with the environment that the job is submitted from."""
+
+    @property
+    def least_nodes(self) -> int:
+        """Nodes that the job needs at least."""
+        if self.min_nodes is None:
+            return self.nodes
+        return self.min_nodes
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether fewer nodes than it asks for may do."""
+        return self.least_nodes < self.nodes
 
 
 class ClaimVolume(Frozen):

@@ -1,4 +1,4 @@
-"""The layouts that a supervised run may take when devices are lost, a line for each: what it needs and costs."""
+"""The layouts that a run may take when devices or nodes are lost, a line for each: what it needs and costs."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,16 @@ from megaspec.core.terminal import escape
 from megaspec.core.units import bytes_in_words, seconds_in_words
 from megaspec.plan.plan import Plan
 
+SUPERVISED = ("Layouts of --supervise", "the first that fits the devices that are left")
+"""Heading of a table, and what of it is taken."""
+ON_FEWER = ("Layouts of launcher.min_nodes", "the first for which a start of the job is given nodes enough")
+
 
 class PlannedLayout(Frozen):
     """A layout of launcher.layouts, planned for as many GPUs as it takes."""
 
     words: str
-    """Its words, or that it is the recipe's own."""
+    """Its words, or that it is the recipe's own; for fewer nodes of a job, how many."""
     ranks: int
     """GPUs that it takes; on the CPU, ranks."""
     axes: dict[str, int]
@@ -53,9 +57,11 @@ def planned_layout(words: str, plan: Plan) -> PlannedLayout:
     )
 
 
-def print_layouts(layouts: Sequence[PlannedLayout], console: Console, *, device: str) -> None:
+def print_layouts(
+    layouts: Sequence[PlannedLayout], console: Console, *, device: str, heading: tuple[str, str] = SUPERVISED
+) -> None:
     """A table of them, in the order in which they are tried."""
-    console.print("\n[bold]Layouts of --supervise[/]: the first that fits the devices that are left")
+    console.print(f"\n[bold]{heading[0]}[/]: {heading[1]}")
     table = Table.grid(padding=(0, 2))
     for _ in range(4):
         table.add_column(justify="right")

@@ -56,19 +56,36 @@ def ranks_fill_the_nodes(case: Case) -> Problem | None:
 
 
 def only_one_node_is_supervised(case: Case) -> Problem | None:
-    """launcher.layouts and launcher.restarts are of the supervisor, which a job of one node alone has."""
+    """launcher.restarts is read by the only node of a job; launcher.layouts by that, or with launcher.min_nodes."""
     launcher = case.recipe.launcher
     if not isinstance(launcher, ClusterLauncher) or launcher.nodes == 1:
         return None
-    said = {"launcher.layouts": bool(launcher.layouts), "launcher.restarts": launcher.restarts != RestartsSpec()}
+    is_elastic = isinstance(launcher, SlurmLauncher) and launcher.is_elastic
+    said = {
+        "launcher.layouts": bool(launcher.layouts) and not is_elastic,
+        "launcher.restarts": launcher.restarts != RestartsSpec(),
+    }
     for key, is_set in said.items():
-        if is_set:
-            text = f"{key} is read where a job has one node, whose ranks are supervised, and launcher.nodes="
-            text += (
-                f"{launcher.nodes}: a scheduler starts all nodes again or none, launcher.max_restarts times; drop {key}"
-            )
-            return Problem(key, text)
+        if not is_set:
+            continue
+        text = f"{key} is read where a job has one node, whose ranks are supervised, and launcher.nodes="
+        text += f"{launcher.nodes}: a scheduler starts all nodes again or none, launcher.max_restarts times; drop {key}"
+        if key == "launcher.layouts" and isinstance(launcher, SlurmLauncher):
+            text += ", or set launcher.min_nodes below launcher.nodes"
+        return Problem(key, text)
     return None
+
+
+def fewer_nodes_are_some_of_all(case: Case) -> Problem | None:
+    """launcher.min_nodes is at most launcher.nodes."""
+    launcher = case.recipe.launcher
+    if not isinstance(launcher, SlurmLauncher) or launcher.min_nodes is None:
+        return None
+    if launcher.min_nodes <= launcher.nodes:
+        return None
+    text = f"launcher.min_nodes={launcher.min_nodes} must be at most launcher.nodes={launcher.nodes}, which the job "
+    text += "asks for; lower it, or raise launcher.nodes"
+    return Problem("launcher.min_nodes", text)
 
 
 def nodes_have_such_gpus(case: Case) -> Problem | None:

@@ -833,6 +833,7 @@ _LAUNCH = {
         ("launcher.layouts=[]",),
         "launcher.layouts",
     ),
+    "launch-min-nodes": Example((*_SLURM, "launcher.min_nodes=3"), ("launcher.min_nodes=1",), "launcher.min_nodes"),
     "launch-gpus": Example(
         ("launcher=slurm", "launcher.hardware=H200", "launcher.ranks_per_node=16", "train.global_batch=16"),
         ("launcher.ranks_per_node=8", "launcher.nodes=2"),

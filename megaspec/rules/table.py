@@ -39,6 +39,7 @@ RULES: dict[str, Rule] = {
     "ranks-gpus": mesh_rules.a_gpu_for_each_rank,
     "launch-ranks": cluster_rules.ranks_fill_the_nodes,
     "launch-supervised": cluster_rules.only_one_node_is_supervised,
+    "launch-min-nodes": cluster_rules.fewer_nodes_are_some_of_all,
     "launch-gpus": cluster_rules.nodes_have_such_gpus,
     "launch-secret": cluster_rules.variables_hold_no_secret,
     "launch-code": cluster_rules.variables_load_no_code,

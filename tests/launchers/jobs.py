@@ -61,11 +61,12 @@ HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 def write_slurm(folder: Path, hosts: Sequence[str] = HOSTS) -> Path:
     """sbatch, srun, scontrol and python3 in a folder: what SLURM does with a job, on one machine that is all `hosts`.
 
-    srun starts a task for each node beside each other, returns the highest code, and writes its words to srun.json and
-    the tasks' process ids to tasks. sbatch keeps the script of stdin. scontrol gives a job the first NODES (2) of the
-    hosts that it does not exclude, writes what is requeued to requeued, what is held to held and what is excluded to
-    excluded, and says JOB_SAYS of the job. As slurmctld it changes what is excluded only of a job that waits, and
-    knows its own nodes alone; a file `refuses` has it refuse all changes.
+    srun starts a task for each node beside each other, on those of --nodelist where it is given, returns the highest
+    code, and writes its words to srun.json and the tasks' process ids to tasks. sbatch keeps the script of stdin.
+    scontrol gives a job the first NODES (2) of the hosts that it does not exclude, or as many as there are, writes what
+    is requeued to requeued, what is held to held and what is excluded to excluded, and says JOB_SAYS of the job. As
+    slurmctld it changes what is excluded only of a job that waits, and knows its own nodes alone; a file `refuses` has
+    it refuse all changes.
     """
     write_program(folder / "python3", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (folder / "hosts").write_text("".join(f"{host}\n" for host in hosts))
@@ -119,6 +120,11 @@ if os.environ.get("ONLY_DUMP"):
     sys.exit(int(os.environ["ONLY_DUMP"]))
 tasks = []
 hosts = subprocess.run(["scontrol", "show", "hostnames", "x"], stdout=subprocess.PIPE, text=True).stdout.split()
+if "--nodelist" in options:
+    named = options["--nodelist"].split(",")
+    assert set(named) <= set(hosts), "srun: nodes of another job"
+    # SLURM numbers nodes in the order of the job, whatever that of the list
+    hosts = [host for host in hosts if host in named]
 for node in range(int(options["--nodes"])):
     environment = os.environ | {{"SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURMD_NODENAME": hosts[node]}}
     tasks.append(subprocess.Popen(words, env=environment))

@@ -99,6 +99,20 @@ def test_ranks_are_told_their_places(tmp_path):
     assert_gone(told)
 
 
+def test_the_last_node_of_several_starts_its_ranks(tmp_path):
+    """Those of a job that has one node alone are started by a launcher of their own, in the recipe's layout."""
+    for kind in ("nodes", "ended", "left-out", "run"):
+        (tmp_path / "job" / kind).mkdir(parents=True)
+    (tmp_path / "job" / "hosts").write_text("node1\n")
+    options = ("--nodes=1", f"--job-dir={tmp_path}/job", f"--run-dir={tmp_path}/job/run")
+    process = start(tmp_path, "0", "0", options=options, SLURMD_NODENAME="node1")
+    assert process.wait(60) == 0
+    told = places(tmp_path, 2)
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in told] == [("0", "0", "2"), ("1", "1", "2")]
+    assert (tmp_path / "job" / "ended" / "node1").read_text() == "ended"
+    assert_gone(told)
+
+
 @pytest.mark.parametrize(
     ("codes", "code"),
     [

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,8 +21,10 @@ from megaspec.cli import main
 from megaspec.core.errors import RecipeError
 from megaspec.launcher.exit_file import read_exit
 from megaspec.launcher.suspects import read_avoided
+from megaspec.log.jsonl import read_metrics
 from megaspec_launchers import slurm
 from megaspec_launchers.recipe_file import NAME, recipe_of_job
+from tests.faults.test_supervise import assert_same_course
 from tests.launchers.jobs import ON_CPU, SLURM, slurm_environment, spec_of, with_fields, write_program, write_slurm
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "jobs"
@@ -40,11 +43,18 @@ EVERYTHING = (
     "launcher.env={NCCL_SOCKET_IFNAME: ib0}",
     "launcher.exclusive=false",
 )
+# Layouts for two nodes and for one, none for three.
+FEWER = (
+    "launcher.nodes=4",
+    "launcher.min_nodes=1",
+    "launcher.layouts=[['parallelism.dp_replicate=16','launcher.ranks=16'],['parallelism.dp_replicate=8','launcher.ranks=8']]",
+)
 JOBS = {
     "slurm": SLURM,
     "slurm-everything": (*SLURM, *EVERYTHING, CONTAINER, "run_dir=/scratch/runs/hello"),
     "slurm-apptainer": (*SLURM, APPTAINER),
     "slurm-cpu": (*SLURM, *ON_CPU),
+    "slurm-fewer": (*SLURM, *FEWER),
 }
 
 
@@ -356,8 +366,9 @@ def test_a_task_of_an_array_trains_its_own_run(programs, tmp_path):
 
 def end_with(text: str, words: str, code: int) -> str:
     """The script with a step that is this, in place of srun."""
-    before, _, after = text.partition("\nsrun ")
-    return f"{before}\n{words}\ncode={code}\n{after.partition('code=$?')[2]}"
+    before, step, after = re.split(r"\n( *srun )", text)
+    indent = step.removesuffix("srun ")
+    return f"{before}\n{indent}{words}\n{indent}code={code}\n{after.partition('code=$?')[2]}"
 
 
 def said_of_hosts(*names: str, ended: str = "missed") -> str:
@@ -478,6 +489,147 @@ def test_a_host_that_leaves_no_word_is_lost(slurm_here, without, ended, code, lo
         command = json.loads((programs / "srun.json").read_text())["command"]
         assert f"--lost={expected or ''}" in command
         assert f"--restarts={restarts}" in command
+
+
+@pytest.mark.parametrize(("restarts", "goes_on"), [("4", True), ("3", False)])
+def test_a_lost_node_is_counted_where_slurm_itself_requeues_the_job(slurm_here, restarts, goes_on):
+    """It tells the script to end, as `scancel` does, and has counted the restart by then (seen of SLURM 22.05)."""
+    programs, here = slurm_here
+    says = {"JOB_SAYS": f"Reason=None\n   Requeue=1 Restarts={restarts} BatchFlag=1", "SLURM_RESTART_COUNT": "3"}
+    (here / ".megaspec-job-4711.excluded").write_text("\nold1\n")
+    # the signal reaches whatever the script has started, too: here while it looks who was lost
+    killed = f'#!/bin/sh\ncase "$*" in *missed*) kill $$ ;; esac\nexec {shutil.which("grep")} "$@"\n'
+    write_program(programs / "grep", killed)
+    words = f'{said_of_hosts()}; rm "$job"/*/127.0.0.2; kill $$'
+    done = run_script(end_with(slurm.render(plain_spec()), words, 74), programs, here, **says)
+    assert done.returncode == 74, done.stderr
+    assert ("SLURM itself puts the job back into the queue" in done.stderr) == goes_on
+    assert ("which stays ended" in done.stderr) != goes_on
+    assert not (programs / "requeued").exists()
+    left = sorted(path.name for path in here.iterdir())
+    assert left == ([".megaspec-job-4711.excluded", ".megaspec-job-4711.lost"] if goes_on else [])
+
+
+# ---- fewer nodes than a job asks for
+
+FOUR = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
+
+
+@cache
+def fewer_text() -> str:
+    layouts = [[f"parallelism.dp_replicate={ranks}", f"launcher.ranks={ranks}"] for ranks in (2, 1)]
+    words = ("launcher=slurm", *ON_CPU, "launcher.nodes=4", "launcher.min_nodes=1", "train.global_batch=64")
+    return slurm.render(with_fields(spec_of(*words), launcher__layouts=layouts))
+
+
+def step_of(programs: Path) -> tuple[dict[str, str], list[str]]:
+    """Options of the step, and the words that each node is given."""
+    said = json.loads((programs / "srun.json").read_text())
+    return said["options"], said["command"]
+
+
+@pytest.fixture
+def four_nodes(tmp_path) -> tuple[Path, Path]:
+    """As `slurm_here`, in a cluster of four nodes, and in a folder with a space."""
+    (tmp_path / "he re").mkdir()
+    return write_slurm(tmp_path / "bin", FOUR), tmp_path / "he re"
+
+
+@pytest.mark.parametrize(("given", "trains", "told"), [(4, 4, ""), (3, 2, "127.0.0.3"), (2, 2, ""), (1, 1, "")])
+def test_a_start_trains_on_the_most_nodes_that_a_layout_fits(four_nodes, given, trains, told):
+    programs, here = four_nodes
+    done = run_script(fewer_text(), programs, here, ONLY_DUMP="0", NODES=str(given))
+    assert done.returncode == 0, done.stderr
+    options, command = step_of(programs)
+    assert (options["--nodes"], options["--ntasks"]) == (str(trains), str(trains))
+    assert options["--nodelist"] == ",".join(FOUR[:trains])
+    assert f"--nodes={trains}" in command
+    assert "--host=127.0.0.1" in command
+    # the last one stays a node of several
+    assert f"--job-dir={here}/.megaspec-job-4711" in command
+    expected = ""
+    if trains < 4:
+        expected = f"megaspec: this start trains on {trains} of 4 nodes"
+        if told:
+            expected += f", idle are {told}"
+        expected += "\n"
+    assert done.stderr == expected
+
+
+def test_a_range_of_nodes_is_asked_for_without_tasks():
+    """SLURM 22.05 gives a job of `--nodes=1-3 --ntasks-per-node=1` one node where three are free: it makes a number
+    of tasks of the fewest nodes, and gives nodes for those."""
+    options = [line for line in fewer_text().splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --nodes=1-4" in options
+    assert not [line for line in options if "ntasks" in line]
+    assert " --ntasks-per-node=1 " in fewer_text().partition("srun ")[2]
+
+
+def test_the_job_itself_leaves_out_a_host_where_slurm_does_not(four_nodes):
+    """It is not held while the nodes that it is given are enough without it; SLURM is told again each time."""
+    programs, here = four_nodes
+    (programs / "refuses").touch()
+    text = fewer_text().replace("sleep 1", "sleep 0")
+    done = run_script(end_with(text, said_of_hosts("127.0.0.1"), 77), programs, here, NODES="4", EXCLUDED="old1")
+    assert done.returncode == 77
+    assert (programs / "requeued").exists()
+    assert not (programs / "held").exists()
+    assert "SLURM does not leave out 127.0.0.1: the job itself does" in done.stderr
+    # three are left of four, and two train; none of them says anything new
+    done = run_script(text, programs, here, ONLY_DUMP="75", NODES="4", SLURM_RESTART_COUNT="1")
+    options, command = step_of(programs)
+    assert options["--nodelist"] == "127.0.0.2,127.0.0.3"
+    assert "--host=127.0.0.2" in command
+    assert "trains on 2 of 4 nodes, idle are 127.0.0.1,127.0.0.4" in done.stderr
+    assert not (programs / "held").exists()
+    assert done.stderr.count("no longer pending") == 5, "SLURM is told again"
+    # it gives none but this one
+    done = run_script(text, programs, here, ONLY_DUMP="0", NODES="1", SLURM_RESTART_COUNT="2")
+    assert done.returncode == 77
+    assert "the run keeps away from all but 0 of these nodes, and launcher.min_nodes=1" in done.stderr
+    assert (programs / "held").read_text().split() == ["4711"]
+    assert "ExcNodeList=old1,127.0.0.1\n  scontrol release 4711" in done.stderr
+    # and hears of it at last
+    (programs / "refuses").unlink()
+    (programs / "held").unlink()
+    done = run_script(text, programs, here, ONLY_DUMP="0", NODES="1", SLURM_RESTART_COUNT="3")
+    assert done.returncode == 77
+    assert excluded(programs) == ["old1", "127.0.0.1"]
+    assert not (programs / "held").exists()
+    done = run_script(text, programs, here, ONLY_DUMP="0", NODES="1", SLURM_RESTART_COUNT="4")
+    assert done.returncode == 0, done.stderr
+    assert step_of(programs)[0]["--nodelist"] == "127.0.0.2"
+
+
+def test_a_host_that_is_mended_trains_again_though_slurm_never_left_it_out(four_nodes):
+    programs, here = four_nodes
+    (programs / "refuses").touch()
+    text = fewer_text().replace("sleep 1", "sleep 0")
+    run_script(end_with(text, said_of_hosts("127.0.0.1"), 77), programs, here, NODES="4")
+    # its line is gone when the nodes of the next start end
+    run_script(end_with(text, said_of_hosts(), 75), programs, here, NODES="4", SLURM_RESTART_COUNT="1")
+    done = run_script(text, programs, here, ONLY_DUMP="0", NODES="4", SLURM_RESTART_COUNT="2")
+    assert done.returncode == 0, done.stderr
+    assert step_of(programs)[0]["--nodelist"] == ",".join(FOUR)
+
+
+def test_an_idle_node_is_not_lost(four_nodes):
+    """It is no host of the step: nothing is written of it, and a suspicion can't name it."""
+    programs, here = four_nodes
+    done = run_script(end_with(fewer_text(), said_of_hosts(), 74), programs, here, NODES="3")
+    assert "was lost" not in done.stderr
+    done = run_script(end_with(fewer_text(), said_of_hosts("127.0.0.3"), 77), programs, here, NODES="3")
+    assert "no host of the job can be named, which stays ended" in done.stderr
+
+
+def test_runs_of_an_array_train_on_numbers_of_nodes_that_fit_them_all():
+    words = ("launcher=slurm", *ON_CPU, "launcher.nodes=4", "launcher.min_nodes=1", "train.global_batch=64")
+    specs = []
+    for counts in ((3, 2, 1), (2, 1)):
+        specs.append(with_fields(spec_of(*words), launcher__layouts=[[f"launcher.ranks={ranks}"] for ranks in counts]))
+    text = slurm.render_array(specs)
+    assert "#SBATCH --nodes=1-4\n" in text
+    assert "\nfor count in 4 2 1; do\n" in text
 
 
 # ---- the command
@@ -671,6 +823,9 @@ from pathlib import Path
 def fault():
     if what == "kill":
         faults.kill_self()
+    if what == "lost":
+        os.kill(os.getppid(), 9)
+        faults.kill_self()
     raise HardwareError("planted: computes wrongly", ranks=what)
 
 if "RANK" in os.environ:
@@ -706,11 +861,11 @@ class Cluster:
         return (self.programs / "requeued").exists() and not (self.programs / "held").exists()
 
 
-def samples_once(run: Path, *, steps: int) -> None:
+def samples_once(run: Path, *, steps: int, batch: int = 4) -> None:
     """Every step stands in the metrics once, with samples of its own."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     taken = [(line["first_sample"], line["samples"]) for line in lines if line["event"] == "step"]
-    assert taken == [(4 * step, 4 * step + 4) for step in range(steps)]
+    assert taken == [(batch * step, batch * (step + 1)) for step in range(steps)]
 
 
 def job_of_two(capsys, *words: str) -> str:
@@ -764,6 +919,50 @@ def test_a_job_goes_on_without_a_host_that_fails_twice(here, capsys, corpus):
     done = cluster.start(2)
     assert done.returncode == 0, done.stdout + done.stderr
     samples_once(run, steps=12)
+
+
+@pytest.mark.slow
+def test_a_job_of_three_nodes_goes_on_with_two_with_one_and_with_three_again(here, capsys, corpus, tell):
+    """A node is lost, another one computes wrongly, and both come back: each sample is taken once, and the numbers are
+    those of a run that nothing happened to."""
+    programs = write_slurm(here / "bin")
+    plan = {"0": {"127.0.0.3": "lost"}, "1": {"127.0.0.1": [1], "127.0.0.2": [1]}, "2": {"127.0.0.1": "kill"}}
+    tiny = [word for word in TINY if not word.startswith("train.global_batch=")]
+    words = ["launcher=slurm", "launcher.nodes=3", "launcher.min_nodes=1", *ON_CPU, *tiny, "train.global_batch=12"]
+    words += ["train.steps=24", "precision=fp64", "checkpoint.every=2", "--print"]
+    assert main(["train", "recipe=hello", *words]) == 0
+    script = capsys.readouterr().out
+    cluster = Cluster(here, programs, script, plan)
+    run = here / "runs" / "hello"
+    done = cluster.start(0, NODES="3")
+    assert done.returncode == 74, done.stdout + done.stderr
+    assert "host 127.0.0.3 was lost" in done.stderr
+    assert cluster.is_queued
+    # it is down: SLURM has two
+    (programs / "hosts").write_text("127.0.0.1\n127.0.0.2\n")
+    done = cluster.start(1, NODES="3")
+    assert done.returncode == 77, done.stdout + done.stderr
+    assert "this start trains on 2 of 3 nodes" in done.stderr
+    assert excluded(programs) == ["127.0.0.2"]
+    done = cluster.start(2, NODES="3")
+    assert done.returncode == 74, done.stdout + done.stderr
+    assert "this start trains on 1 of 3 nodes" in done.stderr
+    # both are mended
+    (run / "avoided.jsonl").unlink()
+    (programs / "hosts").write_text("".join(f"{host}\n" for host in FOUR[:3]))
+    (programs / "excluded").write_text("")
+    (here / ".megaspec-job-4711.excluded").unlink()
+    done = cluster.start(3, NODES="3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    starts = [line for line in read_metrics(run / "metrics.jsonl") if line["event"] == "start"]
+    assert [line["world_size"] for line in starts] == [3, 2, 1, 3]
+    samples_once(run, steps=24, batch=12)
+    other = here / "undisturbed"
+    shutil.copytree(corpus, other / "data")
+    undisturbed = Cluster(other, write_slurm(other / "bin"), script, {}).start(0, NODES="3")
+    assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr
+    assert_same_course(run, other / "runs" / "hello", within=1e-12)
+    tell("3 → 2 → 1 → 3 nodes of a SLURM job: 24 steps, samples 0 to 288 once each, within 1e-12")
 
 
 NO_JOB = ("launcher=slurm", "launcher.hardware=cpu", "launcher.ranks_per_node=1")

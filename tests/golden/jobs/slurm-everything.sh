@@ -332,21 +332,32 @@ while read -r name; do
   fi
 done < "$job/avoided"
 # a host is lost where it alone says nothing of its end, ranks of others missed its own, and none was killed
-gone=
-while read -r name; do
-  if [ ! -e "$job/ended/$name" ]; then gone="$gone${gone:+,}$name"; fi
-done < "$job/hosts"
-if [ "$code" -eq 74 ] && [ -n "$gone" ] && [ "${gone#*,}" = "$gone" ] &&
-  grep -q -s missed "$job"/ended/* && ! grep -q -s failed "$job"/ended/*; then
-  echo "megaspec: host $gone was lost; at the second time the run keeps away from it" >&2
-  echo "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} $gone" > "$job.lost"
-fi
+# SLURM ends what this shell has started, too, as soon as it sees that a node is lost
+(
+  trap '' TERM
+  gone=
+  while read -r name; do
+    if [ ! -e "$job/ended/$name" ]; then gone="$gone${gone:+,}$name"; fi
+  done < "$job/hosts"
+  if [ "$code" -eq 74 ] && [ -n "$gone" ] && [ "${gone#*,}" = "$gone" ] &&
+    grep -q -s missed "$job"/ended/* && ! grep -q -s failed "$job"/ended/*; then
+    echo "megaspec: host $gone was lost; at the second time the run keeps away from it" >&2
+    echo "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} $gone" > "$job.lost"
+  fi
+)
 again=no
 case "$code" in
 74|75|77)
   # SLURM would requeue a job that is cancelled, too; one whose time is over, or that is preempted, goes on
   if [ "$ended" = yes ] && ! scontrol show job "$SLURM_JOB_ID" | grep -E -q 'Reason=TimeLimit|PreemptTime=[0-9]'; then
-    echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2
+    # where a node was lost SLURM has counted the restart already, and starts the job again by itself
+    restarts=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* Restarts=\([0-9]*\).*/\1/p')
+    if [ "${restarts:-0}" -gt "${SLURM_RESTART_COUNT:-0}" ]; then
+      again=yes
+      echo "megaspec: exit code $code: SLURM itself puts the job back into the queue" >&2
+    else
+      echo "megaspec: exit code $code: SLURM was told to end the job, which stays ended" >&2
+    fi
   elif [ "$code" -eq 77 ] && [ "$named" = no ]; then
     echo "megaspec: exit code $code: no host of the job can be named, which stays ended" >&2
   elif [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then
