@@ -35,6 +35,7 @@ from typing import Self
 import psutil
 
 from megaspec.checkpoint.files import (
+    UnreadableError,
     open_folder,
     pwrite_all,
     read_limited,
@@ -187,6 +188,9 @@ class RunLock:
         except OSError as error:
             self._withdraw()
             raise write_failure(self.folder, error) from None
+        except UnreadableError as error:
+            self._withdraw()
+            raise WriteError(f"whether another job writes to run_dir={self.run_dir} can't be told: {error}") from None
         self._pid = os.getpid()
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="run-lock-heartbeat", daemon=True)
@@ -194,7 +198,10 @@ class RunLock:
         return self
 
     def is_held(self) -> bool:
-        """Whether somebody who lives holds the lock; takes nothing. A holder elsewhere is watched as in `acquire`."""
+        """Whether somebody who lives holds the lock; takes nothing. A holder elsewhere is watched as in `acquire`.
+
+        OSError, UnreadableError: that can't be told.
+        """
         token, kind = self._highest()
         if kind != "json":
             return False
@@ -463,15 +470,29 @@ class RunLock:
         return self._counter_moves(token)
 
     def _counter_moves(self, token: int) -> bool:
-        """Watch the counter of a holder that can't be asked in another way."""
-        first = self._read(f"{token:08d}.beat")
+        """Watch the counter of a holder that can't be asked in another way.
+
+        UnreadableError: it could not be read until the end, as when a file server is away. A counter that nobody can
+        see has not stood still.
+        """
+        first: bytes | None = None
+        unreadable: UnreadableError | None = None
         give_up = time.monotonic() + self._stale_seconds
         while time.monotonic() < give_up:
+            try:
+                seen = self._read(f"{token:08d}.beat")
+                unreadable = None
+                if first is None:
+                    first = seen
+                if seen != first:
+                    return True
+            except UnreadableError as error:
+                unreadable = error
             time.sleep(min(0.1, self._stale_seconds / 10))
             if self._highest() != (token, "json"):
                 return False
-            if self._read(f"{token:08d}.beat") != first:
-                return True
+        if unreadable is not None:
+            raise unreadable
         return False
 
     def _highest(self) -> tuple[int, str]:
@@ -485,13 +506,16 @@ class RunLock:
         return max(found, default=(0, "released"))
 
     def _read(self, name: str) -> bytes:
-        """A file of the lock folder; empty when there is none."""
+        """A file of the lock folder; empty when there is none, or none that could be one. UnreadableError: a failing
+        disk or missing rights don't let it be read, which says nothing of who holds the lock."""
         try:
             fd = open_folder(self.folder)
             try:
                 return read_limited(self.folder, fd, name, limit=_RECORD_LIMIT)
             finally:
                 os.close(fd)
+        except UnreadableError:
+            raise
         except CheckpointError:
             return b""
 

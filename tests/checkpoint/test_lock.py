@@ -18,7 +18,7 @@ from megaspec.checkpoint import lock as lock_module
 from megaspec.checkpoint.files import free_bytes
 from megaspec.checkpoint.lock import RunLock, decode_holder, process_start
 from megaspec.checkpoint.store import Store
-from megaspec.core import faults
+from megaspec.core import faults, regular_files
 from megaspec.core.errors import MegaspecError, RunLockedError, WriteError
 from tests.checkpoint.checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, counters_read, save
 from tests.small_disks import empty, fill, small_disk
@@ -180,6 +180,50 @@ def test_another_hosts_dead_lock_is_taken_over_after_missed_beats(tmp_path, monk
     dead.release()
     lock.check()
     lock.release()
+
+
+@pytest.mark.parametrize("what", ["json", "beat"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_lock_that_can_not_be_read_is_not_taken_over(tmp_path, monkeypatch, what: str, number: int) -> None:
+    with monkeypatch.context() as elsewhere:
+        another_host(elsewhere)
+        live = RunLock(tmp_path).acquire()
+    real = regular_files.open_regular
+
+    def failing(name: str, *flags: int, **options: int) -> int:
+        if name.endswith(what):
+            raise OSError(number, os.strerror(number))
+        return real(name, *flags, **options)
+
+    with monkeypatch.context() as away:
+        away.setattr(regular_files, "open_regular", failing)
+        with pytest.raises(
+            WriteError, match=r"whether another job writes to run_dir=.* can't be told: .* cannot be read"
+        ):
+            RunLock(tmp_path, stale_seconds=0.3).acquire()
+    # its holder goes on, and others are told of it
+    live.check()
+    refused(tmp_path)
+    live.release()
+
+
+def test_a_counter_that_is_away_for_a_moment_is_watched_on(tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as elsewhere:
+        another_host(elsewhere)
+        dead = RunLock(tmp_path).acquire()
+    die(dead)
+    real = regular_files.open_regular
+    failures = [OSError(errno.EIO, "Input/output error")]
+
+    def failing(name: str, *flags: int, **options: int) -> int:
+        if failures and name.endswith("beat"):
+            raise failures.pop()
+        return real(name, *flags, **options)
+
+    monkeypatch.setattr(regular_files, "open_regular", failing)
+    with RunLock(tmp_path, stale_seconds=0.4) as lock:
+        assert lock.token == 2
+    assert not failures
 
 
 def test_in_another_container_of_this_host_the_kernel_says_who_is_dead(tmp_path, monkeypatch, counters) -> None:
