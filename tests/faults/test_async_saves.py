@@ -127,7 +127,8 @@ def test_a_save_that_always_fails_ends_the_run(tmp_path, factory, capfd, retries
     assert os.listdir(run / "checkpoints") == []
     if retries == 0:
         steps = [line["step"] for line in read_metrics(run / "metrics.jsonl") if line["event"] == "step"]
-        assert steps[-1] < 16, "the error was not heard of before the next save"
+        # where steps are quicker than the death of a process is seen, the next save waits for this one
+        assert steps[-1] <= 16, "the error was not heard of by the next save"
 
 
 def test_a_request_to_stop_waits_for_what_is_being_written(tmp_path, factory, undisturbed, capfd):
