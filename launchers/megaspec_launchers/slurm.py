@@ -278,8 +278,9 @@ def _step_on_enough(launcher: SlurmLauncher, step: Iterator[str]) -> Iterator[st
     for command in step:
         yield f"  {command}"
     yield "else"
-    text = 'the run keeps away from all but $(wc -l < "$job/left") of these nodes, and launcher.min_nodes='
-    yield f'  echo "megaspec: {text}{launcher.min_nodes}" >&2'
+    text = 'the run keeps away from all but $(wc -l < "$job/left") of $idle, and launcher.min_nodes='
+    text += f"{launcher.min_nodes}; to let one in again, delete its line in avoided.jsonl and $job.excluded"
+    yield f'  echo "megaspec: {text}" >&2'
     yield f"  code={_SUSPECTED}"
     yield "fi"
 

@@ -12,8 +12,8 @@ from megaspec.checkpoint.files import (
     UnreadableError,
     open_folder,
     open_regular,
+    opened_read_failure,
     pread_into,
-    read_failure,
     read_limited,
 )
 from megaspec.checkpoint.folders import candidates
@@ -78,7 +78,7 @@ def open_stored(folder: Path, folder_fd: int, file: StoredFile) -> int:
         size = os.fstat(fd).st_size
     except OSError as error:
         os.close(fd)
-        raise read_failure(folder / file.name, error) from None
+        raise opened_read_failure(folder / file.name, error) from None
     if size != file.bytes:
         os.close(fd)
         raise CheckpointError(f"{folder / file.name}: expected {file.bytes} bytes, found {size}")
@@ -91,7 +91,7 @@ def read_chunk(fd: int, path: Path, file: StoredFile, index: int, chunk_bytes: i
     try:
         count = pread_into(fd, out, offset)
     except OSError as error:
-        raise read_failure(path, error) from None
+        raise opened_read_failure(path, error) from None
     if count != len(out):
         raise CheckpointError(f"{path}: expected {file.bytes} bytes, found {offset + count}")
     expected = int(file.crc32[index])

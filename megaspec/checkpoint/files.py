@@ -65,6 +65,14 @@ def read_failure(path: Path, error: OSError) -> CheckpointError:
     return DiskError(f"{path}: cannot be read now: {why}")
 
 
+def opened_read_failure(path: Path, error: OSError) -> CheckpointError:
+    """`read_failure` of a file that was opened as a regular one: what then tells of another kind, or of a wrong name,
+    is a device that is gone."""
+    if error.errno in _WRONG_KIND | _NO_NAME:
+        return DiskError(f"{path}: cannot be read now: {os.strerror(error.errno or 0)}")
+    return read_failure(path, error)
+
+
 def write_failure(path: Path, error: OSError, *, need: int | None = None) -> WriteError:
     """What to raise when `path` could not be written; `need` is the size in bytes of what was to be written."""
     text = f"cannot write {error.filename or path}: {os.strerror(error.errno or 0)}"
@@ -122,7 +130,7 @@ def read_limited_fd(fd: int, path: Path, *, limit: int) -> bytes:
                 raise CheckpointError(f"{path}: expected at most {limit} bytes, found {size}")
             return file.read(limit + 1)
         except OSError as error:
-            raise read_failure(path, error) from None
+            raise opened_read_failure(path, error) from None
 
 
 def pread_into(fd: int, view: memoryview, offset: int) -> int:

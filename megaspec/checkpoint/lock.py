@@ -291,12 +291,14 @@ class RunLock:
             self._thread.join()
         # Nothing of a new holder's is touched: only a record that is still ours is renamed. The flock goes last, so
         # that nobody finds the record of a holder whose flock is free.
-        for wait_seconds in (0.0, *RELEASE_WAITS_SECONDS):
-            time.sleep(wait_seconds)
-            if self._has_let_go():
-                break
-        self._token = 0
-        self._drop_flock()
+        try:
+            for wait_seconds in (0.0, *RELEASE_WAITS_SECONDS):
+                time.sleep(wait_seconds)
+                if self._has_let_go():
+                    break
+        finally:
+            self._token = 0
+            self._drop_flock()
 
     def _has_let_go(self) -> bool:
         """Whether there is no record of ours any more, which is renamed here. False: a failing disk didn't let it be. A
@@ -306,8 +308,16 @@ class RunLock:
         except RunLockedError:
             return True
         except WriteError:
-            return not self.folder.is_dir()
+            return self._is_gone()
         return self._rename_record()
+
+    def _is_gone(self) -> bool:
+        """Whether the lock's folder is known to be gone. False, too, where a failing disk doesn't say."""
+        try:
+            os.lstat(self.folder)
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.ENOTDIR)
+        return False
 
     def _rename_record(self) -> bool:
         """Says that this holder has let go. -> whether that could be said: if not, the lock is stale once this process

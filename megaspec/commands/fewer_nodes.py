@@ -35,6 +35,7 @@ from megaspec_launchers.slurm import RANKS
 
 MIN_NODES = "launcher.min_nodes"
 _MICRO_BATCH = "train.micro_batch"
+_ATTENTION = "kernels.attention"
 _DATA_PARALLEL = ("parallelism.dp_replicate", "parallelism.dp_shard")
 
 
@@ -59,7 +60,7 @@ def for_fewer_nodes(spec: Spec, target: Target, *, memory: str) -> tuple[Spec, l
     if not isinstance(launcher, SlurmLauncher) or not launcher.is_elastic:
         return spec, []
     assert launcher.nodes * launcher.ranks_per_node == spec.world_size, "a rule was not asked"
-    recipe = _recipe_of_job(spec, launcher.layouts)
+    recipe = _with_attention_open(spec, _recipe_of_job(spec, launcher.layouts))
     # what is wrong with the data is told where the run itself is resolved
     facts = replace(gather_facts(recipe), problems=())
     words_of: dict[int, tuple[str, ...]] = {}
@@ -107,9 +108,12 @@ def _words(spec: Spec, recipe: Recipe, target: Target, facts: Facts, *, memory: 
     if recipe.launcher.layouts and recipe.launcher.layouts != SEARCH:
         options = layout_options(Composed(recipe, {}))
         prepare = partial(_resolved, target=target, facts=facts, memory=memory)
-        taken, _ = first_that_fits(options, target, prepare)
+        taken, other = first_that_fits(options, target, prepare)
         said = recipe.launcher.layouts[taken.index - 1]
-        return (*(word for word in said if not word.startswith(RANKS)), f"{RANKS}{ranks}")
+        words = [word for word in said if not word.startswith(RANKS)]
+        if other.kernels.attention != spec.kernels.attention and not any(w.startswith(_ATTENTION) for w in words):
+            words.append(f"{_ATTENTION}={_literal(other.kernels.attention)}")
+        return (*words, f"{RANKS}{ranks}")
     other = _resolved_anew(spec, recipe, target, facts, memory=memory)
     words = []
     before = _flat(_layout_of(spec))
@@ -153,6 +157,16 @@ def _opened(spec: Spec, recipe: Recipe) -> list[Recipe]:
     return found
 
 
+def _with_attention_open(spec: Spec, recipe: Recipe) -> Recipe:
+    """The recipe of a job with attention left open again where the resolver took it for the layout of all nodes: not
+    every implementation attends to parts of sequences."""
+    if _ATTENTION not in {decision.key for decision in spec.decisions}:
+        return recipe
+    content = recipe.model_dump(mode="json")
+    _set(content, _ATTENTION, AUTO)
+    return Recipe.model_validate_json(json.dumps(content))
+
+
 def _set(content: dict[str, Any], key: str, value: object) -> None:
     *sections, name = key.split(".")
     for one in sections:
@@ -161,10 +175,11 @@ def _set(content: dict[str, Any], key: str, value: object) -> None:
 
 
 def _layout_of(spec: Spec) -> dict[str, Any]:
-    """What of a Spec says how the work is divided."""
+    """What of a Spec says how the work is divided, and what follows from it."""
     return {
         "parallelism": spec.parallelism.model_dump(mode="json"),
         "train": {"micro_batch": spec.train.micro_batch},
+        "kernels": {"attention": spec.kernels.attention},
     }
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megaspec.core.terminal import escape, terminal
 from megaspec.core.units import GIB
 from megaspec.data.files import write_text
 from megaspec.estimate.hardware import HARDWARE, Hardware
+from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.parallelism.stages import stages_of
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import broken_by_all
@@ -34,8 +36,8 @@ from megaspec.search.tune import DIVIDES, SEARCHED, Candidate, Found, Grid, tune
 _RECOMPUTED = tuple(f"parallelism.recompute.{name}" for name in ("parts", "method", "layers"))
 # What follows from the fields that a search decides, unless the command line sets it.
 OPEN_WITH_THEM = ("parallelism.dp_replicate", "parallelism.dp_shard", "parallelism.sequence_parallel")
-# What layouts may differ in: with a field that is searched goes all that is said of it.
-_MAY_DIFFER = ("parallelism", "train.micro_batch", "launcher.ranks")
+# What the command line may fix of layouts for all of them.
+_CONTEXT_PARALLEL = ("parallelism.cp", "parallelism.context")
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,8 @@ def find(args: argparse.Namespace) -> Search:
         content["train"]["micro_batch"] = AUTO
     asked = Recipe.model_validate_json(json.dumps(content))
     facts = replace(gather_facts(asked), problems=())
-    problems = broken_by_all(
-        asked, composed.origins, target, facts, searched=_MAY_DIFFER, is_for_training=args.trainable
-    )
+    searched = _may_differ(open_keys)
+    problems = broken_by_all(asked, composed.origins, target, facts, searched=searched, is_for_training=args.trainable)
     if problems:
         raise RecipeError(problems)
     draft = plainly_drafted(asked, target, facts)
@@ -154,6 +155,16 @@ def find(args: argparse.Namespace) -> Search:
     )
     found = tune(grid, most=max(args.top, args.take))
     return Search(composed, planned.hardware, grid, found, documents_in_words(draft))
+
+
+def _may_differ(open_keys: Collection[str]) -> list[str]:
+    """What layouts may differ in: with a field that is searched goes all that is said of it."""
+    found = ["train.micro_batch", "launcher.ranks"]
+    for name in ParallelismSpec.model_fields:
+        key = f"parallelism.{name}"
+        if key not in _CONTEXT_PARALLEL or "parallelism.cp" in open_keys:
+            found.append(key)
+    return found
 
 
 def _fixed_keys(composed: Composed, content: dict[str, Any]) -> set[str]:

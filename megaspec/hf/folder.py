@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megaspec.checkpoint.files import open_folder, pread_into, read_failure
+from megaspec.checkpoint.files import open_folder, opened_read_failure, pread_into
 from megaspec.checkpoint.format import DTYPE_BYTES
 from megaspec.core.errors import CheckpointError
 from megaspec.hf.cache import open_file, read_file
@@ -77,7 +77,7 @@ class HfFolder:
         try:
             done = pread_into(self._files[entry.file], view, entry.offset + offset)
         except OSError as error:
-            raise read_failure(self.path / entry.file, error) from None
+            raise opened_read_failure(self.path / entry.file, error) from None
         if done < len(view):
             raise CheckpointError(f"{self.path / entry.file}: it has become shorter since it was opened")
 

@@ -447,6 +447,22 @@ def test_a_process_that_lives_on_lets_go_through_a_disk_that_fails_for_a_moment(
     RunLock(tmp_path).acquire().release()
 
 
+def test_a_disk_that_tells_nothing_keeps_no_process_that_lives_on(tmp_path, monkeypatch) -> None:
+    lock = RunLock(tmp_path).acquire()
+
+    def failing(*arguments, **options):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as away:
+        away.setattr(lock_module, "RELEASE_WAITS_SECONDS", (0.0,))
+        for operation in ("listdir", "stat", "lstat"):
+            away.setattr(os, operation, failing)
+        lock.release()
+    assert lock.token == 0
+    # the record stays, and this process lives
+    refused(tmp_path)
+
+
 @pytest.mark.parametrize("what", ["moved", "removed", "its lock folder alone"])
 def test_a_folder_that_is_gone_is_told_as_such(tmp_path, what) -> None:
     run = tmp_path / "run"

@@ -172,3 +172,23 @@ def test_plan_shows_what_fewer_nodes_take(capsys):
     assert {one["micro_batch"] * one["accumulation"] * one["ranks"] for one in layouts} == {12}
     assert main(["plan", *words[1:-1], "launcher.min_nodes=5"]) == 64
     assert "set launcher.min_nodes=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [["parallelism.cp=2", "parallelism.dp_shard=8"]],
+        [["parallelism.cp=2", "parallelism.dp_shard=8", "kernels.attention=reference"]],
+    ],
+)
+def test_attention_that_auto_took_for_all_nodes_is_decided_anew(layouts):
+    """Of kernels that cap scores flex alone is fused, and attends to whole sequences: four nodes have those, two have
+    parts."""
+    words = ("launcher=slurm", "launcher.hardware=H100", "launcher.nodes=4", "~launcher.ranks")
+    spec = spec_of(*words, "launcher.min_nodes=2", f"launcher.layouts={json.dumps(layouts)}", recipe="gemma2_2b")
+    assert spec.kernels.attention == "flex"
+    made, (found,) = on_fewer(spec)
+    assert found.spec.kernels.attention == "reference"
+    assert found.spec.parallelism.cp == 2
+    named = [word for word in made.launcher.layouts[0] if word.startswith("kernels.attention=")]
+    assert [word.replace("'", "") for word in named] == ["kernels.attention=reference"]

@@ -117,6 +117,10 @@ def test_help_says_what_gpus_means(command, capsys):
             "kernels.linear=te needs precision.recipe=tensorwise, delayed or blockwise, it is rowwise; set "
             "kernels.linear=torch   (command line)\nprecision.margin=2 needs precision.recipe=delayed",
         ),
+        (
+            ("recipe=gemma2_2b", "hardware=h100", "gpus=16", "parallelism.cp=2", "kernels.attention=flex"),
+            "kernels.attention=flex attends to whole sequences, parallelism.cp=2 with parallelism.context.kind=ring",
+        ),
         ((*WORDS, "model.n_kv_heads=5"), "model.n_kv_heads=5 must divide model.n_heads"),
         (
             ("recipe=llama3_8b_fp8", "gpus=8", "hardware=B200", "precision.recipe=nvfp4", "--trainable"),

@@ -29,9 +29,9 @@ PODS = (
 ON_CPU = ("launcher.hardware=cpu", "launcher.ranks_per_node=1")
 
 
-def spec_of(*overrides: str) -> Spec:
-    """The resolved hello with overrides."""
-    composed = compose("hello", overrides)
+def spec_of(*overrides: str, recipe: str = "hello") -> Spec:
+    """The resolved recipe with overrides."""
+    composed = compose(recipe, overrides)
     target = cluster_target(composed.recipe, composed.recipe.launcher, HERE)
     return resolve(composed.recipe, target, FACTS, composed.origins)
 

@@ -300,7 +300,7 @@ if [ "$nodes" -gt 0 ]; then
   -- train --config-dir "$job" recipe=of-this-job resume=auto
   code=$?
 else
-  echo "megaspec: the run keeps away from all but $(wc -l < "$job/left") of these nodes, and launcher.min_nodes=1" >&2
+  echo "megaspec: the run keeps away from all but $(wc -l < "$job/left") of $idle, and launcher.min_nodes=1; to let one in again, delete its line in avoided.jsonl and $job.excluded" >&2
   code=77
 fi
 
