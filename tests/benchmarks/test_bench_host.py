@@ -51,8 +51,9 @@ def test_lines_are_those_that_run() -> None:
     def work() -> None:
         bench_train.recipe_of(bench_train.parser().parse_args([]), 1)
 
-    lines = bench_host.lines_in(work, steps=50)
-    assert lines, "50 recipes take more than a millisecond"
+    # most of the time is in pydantic, called from here: of many samples some are in lines of ours
+    lines = bench_host.lines_in(work, steps=1000)
+    assert lines, "1,000 recipes take more than a millisecond"
     assert all(text.startswith(("megaspec/", "kernels/")) for _, text in lines)
     assert [time for time, _ in lines] == sorted((time for time, _ in lines), reverse=True)
 
