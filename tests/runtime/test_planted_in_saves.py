@@ -56,7 +56,9 @@ PLANTED = {
     ),
     "half a lock stays": (
         Patch(
-            LOCK, "            self._withdraw()\n            raise", "            self._drop_flock()\n            raise"
+            LOCK,
+            "            self._withdraw()\n            raise write_failure",
+            "            self._drop_flock()\n            raise write_failure",
         ),
         full_disk(test_lock.test_a_counter_that_has_no_room_gives_the_lock_back),
     ),
