@@ -2,8 +2,9 @@
 
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
-from megaspec.checkpoint.examine import examine, no_objections
+from megaspec.checkpoint.examine import Inspect, examine, no_objections
 from megaspec.checkpoint.fallback import Saved, saved_anywhere, where_now
 from megaspec.checkpoint.files import DiskError
 from megaspec.checkpoint.folders import CHECKPOINTS, CandidateFolder, quarantined
@@ -13,6 +14,16 @@ from megaspec.rules.belonging import other_place
 from megaspec.run_folder import is_run, own_checkpoint, read_run, refuse_unfinished_fork
 
 _HEADINGS = ("step", "generation", "tensors", "files", "MB", "state")
+
+
+class _Seen(NamedTuple):
+    """What a look at a checkpoint came to."""
+
+    manifest: Manifest | None
+    """None: it can't be read."""
+    damage: list[str]
+    unread: list[str]
+    """Why it can't be read now, which is no damage."""
 
 
 def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
@@ -39,30 +50,21 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
     rows: list[tuple[str, ...]] = []
     problems: list[str] = []
     unread: list[str] = []
-
-    def look(candidate: CandidateFolder) -> tuple[Manifest | None, list[str]]:
-        try:
-            return examine(candidate.path, candidate.step, deep=deep, inspect=inspect)
-        except DiskError as error:
-            unread.append(str(error))
-            return None, []
-
     for candidate in found:
-        n_unread = len(unread)
-        manifest, damage = look(candidate)
+        seen = _look(candidate, deep=deep, inspect=inspect)
         now = where_now(run_dir, fallback_dir, candidate)
         if now.path != candidate.path:
             # a start of the run has moved it home meanwhile
             candidate = now
-            del unread[n_unread:]
-            manifest, damage = look(candidate)
+            seen = _look(candidate, deep=deep, inspect=inspect)
         # A running job may have removed it meanwhile.
         if candidate.path.exists() or candidate.path.is_symlink():
-            row = _row(candidate, manifest, damage, deep=deep)
+            row = _row(candidate, seen, deep=deep)
             if candidate.path.parent != folder:
                 row = (*row[:-1], f"{row[-1]}, in {candidate.path.parent}")
             rows.append(row)
-            problems += damage
+            problems += seen.damage
+            unread += seen.unread
     if rows:
         _print_table([_HEADINGS, *rows])
     # a place that can't be looked into may hold more
@@ -89,11 +91,20 @@ def _nothing(run_dir: Path, saved: Saved, step: int | None) -> str:
     return f"{run_dir / CHECKPOINTS} holds no checkpoint; give the folder of a run that has saved one"
 
 
-def _row(candidate: CandidateFolder, manifest: Manifest | None, damage: list[str], *, deep: bool) -> tuple[str, ...]:
+def _look(candidate: CandidateFolder, *, deep: bool, inspect: Inspect) -> _Seen:
+    try:
+        manifest, damage = examine(candidate.path, candidate.step, deep=deep, inspect=inspect)
+    except DiskError as error:
+        return _Seen(None, [], [str(error)])
+    return _Seen(manifest, damage, [])
+
+
+def _row(candidate: CandidateFolder, seen: _Seen, *, deep: bool) -> tuple[str, ...]:
     """A cell for each heading; `whole` is said of what was not read byte for byte."""
-    if damage:
+    manifest = seen.manifest
+    if seen.damage:
         state = "BAD"
-    elif manifest is None:
+    elif seen.unread:
         state = "can't be read now"
     elif candidate.replaced_by is not None:
         state = "good, set aside while its step was saved again"

@@ -10,7 +10,7 @@ from megaspec_kernels.catalog import Use
 
 
 def use_of(recipe: Recipe) -> Use:
-    """Of a filled recipe, whichever ranks have parts of sequences."""
+    """Of a filled recipe. `blocks` is left out, since it reads the layout; see `attention_use_of`."""
     moe = recipe.model.moe
     # both sides of the experts' products on a rank
     widths: tuple[int, ...] = ()

@@ -23,7 +23,7 @@ from megaspec.rules.difference import differences
 from megaspec.rules.kernel_use import attention_use_of
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
-from megaspec.search.remedies import attending, broken, in_words, overrides_of, target_of
+from megaspec.search.remedies import broken, in_words, overrides_of, target_of, with_attention_for_parts
 from megaspec.search.tune import STRATEGIES, Grid, pipelines, shares_of
 from megaspec_kernels.catalog import CATALOG, choose, packages_of
 
@@ -161,7 +161,7 @@ def with_degrees(recipe: Recipe, hardware: Hardware, **degrees: int) -> Recipe |
     after = after.model_copy(update=changes)
     if stage_problem(recipe.model.n_layers, after) is not None:
         return None
-    return attending(_laid_out(recipe, after))
+    return with_attention_for_parts(_laid_out(recipe, after))
 
 
 def _laid_out(recipe: Recipe, parallelism: ParallelismSpec) -> Recipe:

@@ -276,12 +276,12 @@ def _doubled(axis: str) -> Callable[[Recipe], Recipe | None]:
         splits = can_split_sequences(
             tp=widened.tp, cp=widened.cp, seq_len=recipe.data.seq_len, max_seq_len=recipe.model.max_seq_len
         )
-        return attending(_laid_out(recipe, **changes, sequence_parallel=splits))
+        return with_attention_for_parts(_laid_out(recipe, **changes, sequence_parallel=splits))
 
     return turn
 
 
-def attending(recipe: Recipe) -> Recipe:
+def with_attention_for_parts(recipe: Recipe) -> Recipe:
     """With attention that runs on every device where a changed layout gives ranks parts of sequences, and what is set
     attends to whole ones alone."""
     use = attention_use_of(recipe)

@@ -233,10 +233,12 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     first = next(line for line in lines if line["run"] == "bf16")
-    # once each: more curves can't be told apart
-    lines = list({line["run"]: line for line in reversed(lines)}.values())[::-1]
-    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(9, 8))
+    # the first seed of each: more curves can't be told apart
+    first_of_run: dict[str, dict[str, Any]] = {}
     for line in lines:
+        first_of_run.setdefault(line["run"], line)
+    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(9, 8))
+    for line in first_of_run.values():
         steps = range(1, len(line["losses"]) + 1)
         above.plot(steps, line["losses"], label=line["run"], linewidth=0.8)
         ratios = [100 * (a / b - 1) for a, b in zip(line["losses"], first["losses"], strict=True)]
@@ -248,6 +250,13 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def show(lines: list[dict[str, Any]], plot: Path | None) -> None:
+    """Prints the table, and draws the picture where one is asked for."""
+    print(summary(lines))
+    if plot is not None:
+        draw(lines, plot)
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", help="prefix of token files")
@@ -257,7 +266,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--warmup", type=int, default=50, help="steps in which the learning rate rises")
     parser.add_argument("--seeds", default="1", help="of initial weights, with commas between")
-    parser.add_argument("--table", type=Path, help="trains nothing: the table of the lines in this file")
+    parser.add_argument(
+        "--table", type=Path, help="trains nothing: the table, and with --plot the picture, of this file"
+    )
     parser.add_argument("--at", type=int, nargs="*", default=[1, 100, 500], help="steps whose gradients are compared")
     parser.add_argument("--small", action="store_true", help="a model that a CPU trains")
     parser.add_argument("--out", help="a file that every line is appended to")
@@ -267,14 +278,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    if args.table:
-        print(summary([json.loads(text) for text in args.table.read_text().splitlines()]))
-        return
-    if args.text is None:
-        raise SystemExit("--text PREFIX says which token files; --table FILE trains nothing")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         # known before minutes of training
         raise SystemExit("--plot needs matplotlib, which is not installed; leave it out: --out keeps all losses")
+    if args.table:
+        show([json.loads(text) for text in args.table.read_text().splitlines()], args.plot)
+        return
+    if args.text is None:
+        raise SystemExit("--text PREFIX says which token files; --table FILE trains nothing")
     device = device_here()
     lines = []
     for seed in map(int, args.seeds.split(",")):
@@ -285,9 +296,7 @@ def main() -> None:
             if args.out:
                 with open(args.out, "a") as file:
                     file.write(json.dumps(line) + "\n")
-    print(summary(lines))
-    if args.plot:
-        draw(lines, args.plot)
+    show(lines, args.plot)
 
 
 if __name__ == "__main__":

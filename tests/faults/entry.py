@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from megaspec.checkpoint.lock import process_start
 from megaspec.checkpoint.writer_process import WriterProcess
 from megaspec.core import faults
 from megaspec.launcher import stop
@@ -18,6 +19,8 @@ from megaspec.log.sinks import SERVICES
 from megaspec.log.spec import WandbSpec
 from megaspec.runtime import rank as runtime
 
+# Behind the step of the first save, before that of the second; see "every writer at".
+FROM_STEP = 12
 NEW_HOLDER = '{"event": "step", "step": 1, "by": "the new holder"}\n'
 
 
@@ -38,7 +41,7 @@ def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keyw
     sleep   at that time it goes on with nothing, alive
     writer  kill -9 of this rank's writer of checkpoints after `seconds`; then make the file `mark`
     writer at     the writer kills itself at the `count`-th time at `point`, the first one that is started alone
-    every writer at  each of them does
+    every writer at  each of them does; with `seconds`, steps from FROM_STEP on wait so long for it to be gone
     stop    at that time it is asked to stop (SIGTERM)
     lose    at that time another job takes the run over, as it may when this one has stood still for long
     move    at that time the run folder is renamed
@@ -97,6 +100,8 @@ def _arm(run_dir: str, *, kind: str, point: str = "", count: int = 1, seconds: f
             WriterProcess.start = start_without_fault
         case "every writer at":
             os.environ[faults.ENVIRONMENT] = f"{point}:{count}"
+            if seconds:
+                faults.arm("step", lambda: _wait_for_writer(seconds), count=FROM_STEP)
         case "stop":
             faults.arm(point, lambda: os.kill(os.getpid(), signal.SIGTERM), count=count)
         case "lose":
@@ -166,6 +171,15 @@ def _take_over(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(NEW_HOLDER)
     faults.disarm()
+
+
+def _wait_for_writer(seconds: float) -> None:
+    """Until this rank's writer of checkpoints is gone. How it ended is left for the rank to ask."""
+    give_up = time.monotonic() + seconds
+    while time.monotonic() < give_up:
+        if all(process_start(child.pid) is None for child in psutil.Process().children()):
+            return
+        time.sleep(0.01)
 
 
 def _kill_writer(mark: str) -> None:
