@@ -1,23 +1,33 @@
-"""Launch choices of the Triton kernels of norms, gates and rotations, on a GPU: GB/s of each beside a plain copy.
+"""Triton kernels of norms, gates and rotations, on a GPU: GB/s of each beside a plain copy.
 
+  python tests/benchmarks/bench_producers.py --chosen --out writers.jsonl 8b 1b
   python tests/benchmarks/bench_producers.py 8b 1b
 
-Of the shapes of a micro batch of 8B, where none are said; about a minute each, most of it for Triton's compiler.
+`--chosen`: what a run takes of all that writes fp8, experts' gates among them, as JSON lines; some seconds. Without it
+launch choices, about a minute for each size, most of it for Triton's compiler. Tiles of gates that write fp8 are
+compared by `megaspec bench kernel gated`.
 """
 
 # M rows, D and F features
 
-import sys
+import argparse
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from megaspec_kernels import bench
 from megaspec_kernels.bench import on_device
+from megaspec_kernels.fp8_cast import triton as casts
+from megaspec_kernels.fp8_cast import triton_groups as casts_of_groups
+from megaspec_kernels.fp8_cast.bench import unbalanced_ends
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.gated import triton as gates
+from megaspec_kernels.gated import triton_weighted as weighted
 from megaspec_kernels.gated.form import GatedForm
 from megaspec_kernels.norm import triton as norms
 from megaspec_kernels.norm.form import NormForm
@@ -82,20 +92,6 @@ def of_gates(M: int, F: int) -> Iterator[tuple[str, float]]:
         )
         call = partial(gates.gated_backward, grad, gate_up, SILU)
         yield f"gate backward, {block} features, {warps} warps", rate(call, 10 * M * F)
-    tiles = (
-        gates.Tile(128, 64, 4),
-        gates.Tile(64, 128, 4),
-        gates.Tile(64, 64, 4),
-        gates.Tile(128, 128, 8),
-        gates.Tile(64, 128, 8),
-        gates.Tile(128, 64, 8),
-    )
-    for tile in tiles:
-        gates.FORWARD_TILE = gates.BACKWARD_TILE = tile
-        call = partial(gates.gated_forward_in_fp8, gate_up, SILU, known=known(torch.float8_e4m3fn))
-        yield f"gate in fp8, forward, {tile}", rate(call, 6 * M * F)
-        call = partial(gates.gated_backward_in_fp8, grad, gate_up, SILU, known=known(torch.float8_e5m2))
-        yield f"gate in fp8, backward, {tile}", rate(call, 10 * M * F)
 
 
 def of_rotations(M: int, heads: Heads) -> Iterator[tuple[str, float]]:
@@ -111,20 +107,94 @@ def of_rotations(M: int, heads: Heads) -> Iterator[tuple[str, float]]:
         call = partial(rotations.rope_backward, *grads, cos, sin)
         yield f"rotation backward, {name}", rate(call, 4 * M * heads.width)
     for rows, warps in ((64, 4), (64, 8), (128, 4), (128, 8)):
-        tile = rotations.Tile(rows, warps)
-        rotations.TILES[heads.size // 2] = tile
-        call = partial(rotations.rope_backward_in_fp8, *grads, cos, sin, known=known(torch.float8_e5m2))
-        yield f"rotation in fp8, backward, {tile}", rate(call, 4 * M * heads.width)
+        for registers in (96, 128):
+            tile = rotations.Tile(rows, warps, registers, below=8)
+            rotations.TILES[heads.size // 2] = tile
+            call = partial(rotations.rope_backward_in_fp8, *grads, cos, sin, known=known(torch.float8_e5m2))
+            yield f"rotation in fp8, backward, {tile}", rate(call, 4 * M * heads.width)
+
+
+class Written(NamedTuple):
+    """A call whose results are in fp8, and the bytes that it has to read and write."""
+
+    name: str
+    call: Callable[[], Any]
+    moved: int
+
+
+def that_write_fp8(size: str) -> Iterator[Written]:
+    """Each with the launch choices that a run takes."""
+    M, D, F = SIZES[size]
+    gate_up, grad = bf16(M, 2 * F), bf16(M, F)
+    e4m3, e5m2 = known(torch.float8_e4m3fn), known(torch.float8_e5m2)
+    forward = partial(gates.gated_forward_in_fp8, gate_up, SILU, known=e4m3)
+    yield Written(f"gate, forward, {M} x {F}", forward, 6 * M * F)
+    backward = partial(gates.gated_backward_in_fp8, grad, gate_up, SILU, known=e5m2)
+    yield Written(f"gate, backward, {M} x {F}", backward, 10 * M * F)
+    heads = HEADS[size]
+    # of two sequences
+    grads = tuple(bf16(2, M // 2, count, heads.size) for count in (heads.queries, heads.keys, heads.keys))
+    cos, sin = angles(M // 2, half=heads.size // 2, device=gate_up.device)
+    turned = partial(rotations.rope_backward_in_fp8, *grads, cos, sin, known=e5m2)
+    yield Written(f"rotation, backward, {M} x {heads.width}, heads of {heads.size}", turned, 4 * M * heads.width)
+    norm = partial(norms.norm_forward_in_fp8, bf16(M, D), bf16(M, D), bf16(D), None, RMS, known=e4m3)
+    yield Written(f"sum and norm, forward, {M} x {D}", norm, 8 * M * D)
+    for columns in (D, 2 * F):
+        x = bf16(M, columns)
+        cast = partial(casts.cast, x, e5m2.scale.view(1, 1), block=(None, None), dtype=e5m2.dtype, columns=True)
+        recorded = partial(cast, seen=e5m2.seen, saturated=e5m2.saturated, scale_copy=torch.empty(1, 1, device="cuda"))
+        yield Written(f"cast, {M} x {columns}", recorded, 4 * M * columns)
+
+
+def that_write_fp8_of_experts() -> Iterator[Written]:
+    """32 unequal groups of rows, as a layer like gpt-oss-20b's takes 8 k tokens."""
+    E, R, F = 32, 32768, 2880
+    gate_up, grad, weights = bf16(R, 2 * F), bf16(R, F), torch.rand(R, device="cuda")
+    groups = casts_of_groups.groups(unbalanced_ends(E, R, gate_up.device), R)
+    form = GatedForm("silu")
+    known_e4m3, known_e5m2 = known(torch.float8_e4m3fn), known(torch.float8_e5m2)
+    forward = partial(weighted.forward_in_fp8, gate_up, weights, groups, form=form, known=known_e4m3)
+    yield Written(f"experts' gate, forward, {R} x {F}", forward, 6 * R * F)
+    backward = partial(weighted.gradients_in_fp8, grad, gate_up, weights, groups, form=form, known=known_e5m2)
+    yield Written(f"experts' gate, backward, {R} x {F}", backward, 10 * R * F)
+
+
+def chosen(sizes: list[str], out: Path | None) -> None:
+    works = [that_write_fp8(size) for size in sizes] + [that_write_fp8_of_experts()]
+    for work in chain.from_iterable(works):
+        found = rate(work.call, work.moved)
+        copied = rate(bench.copy_of(work.moved, torch.device("cuda")), work.moved)
+        line = {
+            "name": work.name,
+            "us": round(work.moved / found / 1e3, 1),
+            "GB_s": round(found),
+            "copy_GB_s": round(copied),
+        }
+        print(json.dumps(line), flush=True)
+        if out is not None:
+            with out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sizes", nargs="*", help=f"micro batches of these models, of {', '.join(SIZES)}; none: 8b")
+    parser.add_argument("--chosen", action="store_true", help="what a run takes, of what writes fp8")
+    parser.add_argument("--out", type=Path, help="a file that every line of --chosen is appended to")
+    args = parser.parse_args()
+    sizes = args.sizes or ["8b"]
+    for size in sizes:
+        if size not in SIZES:
+            parser.error(f"sizes={size} is none of {', '.join(SIZES)}")
+    if args.chosen:
+        chosen(sizes, args.out)
+        return
     print(torch.cuda.get_device_name())
-    x, y = bf16(8192, 14336), bf16(8192, 14336)
-    print(f"{rate(partial(y.copy_, x), 4 * x.numel()):7.0f} GB/s  copy")
-    del x, y
+    moved = 4 * 8192 * 14336
+    print(f"{rate(bench.copy_of(moved, torch.device('cuda')), moved):7.0f} GB/s  copy")
     bench.ROUNDS = 5
     bench.SECONDS = 0.02
-    for size in sys.argv[1:] or ["8b"]:
+    for size in sizes:
         M, D, F = SIZES[size]
         heads = HEADS[size]
         for width, rates in ((heads.width, of_rotations(M, heads)), (D, of_norms(M, D)), (F, of_gates(M, F))):

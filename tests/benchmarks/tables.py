@@ -276,6 +276,12 @@ def _extra_of_ranks(group: Group) -> list[float | None]:
     return [rank["extra_gib"] for line in group.lines for rank in line.get("ranks", ()) if "extra_gib" in rank]
 
 
+def _of_a_copy(group: Group) -> list[float | None]:
+    """What kernels of today reach of a copy's rate, of `bench_producers.py`."""
+    own = [line for line in group.lines if line.get("side") == "after" and "copy_GB_s" in line]
+    return [line["GB_s"] / line["copy_GB_s"] for line in own]
+
+
 # Of a column: the values that the lines of a layout have for it.
 COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "tok/s a GPU": _field("tokens_per_s_gpu"),
@@ -302,8 +308,9 @@ COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "step, ms: without": _switched(False, lambda line: line["step_ms"]),
     "step, ms: before": _on_side("before"),
     "step, ms: after": _on_side("after"),
-    "time, us: before": _each(lambda line: line["us"] if line.get("side") == "before" else None),
-    "time, us: after": _each(lambda line: line["us"] if line.get("side") == "after" else None),
+    "time, us: before": _each(lambda line: line.get("us") if line.get("side") == "before" else None),
+    "time, us: after": _each(lambda line: line.get("us") if line.get("side") == "after" else None),
+    "of a copy": _of_a_copy,
     "operations: before": _on_side("before", "operations"),
     "operations: after": _on_side("after", "operations"),
     "launches": _field("launches"),

@@ -48,6 +48,17 @@ if triton is not None:
         return tl.where(y == y, magnitude | sign, 0x7F)
 
     @triton.jit
+    def tile_of_program(tiles_m, tiles_k, below: tl.constexpr):
+        """Of a grid of one axis: the program's tile, down and across. Programs next to each other take so many tiles
+        `below` each other, then those beside them: what they write in rows and what they write in columns is near in
+        memory."""
+        pid = tl.program_id(0)
+        in_group = below * tiles_k
+        first_m = pid // in_group * below
+        rows_in_group = min(tiles_m - first_m, below)
+        return first_m + pid % in_group % rows_in_group, pid % in_group // rows_in_group
+
+    @triton.jit
     def inverse_of(scale):
         """2^-e of 2^e, by its bits."""
         return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)

@@ -1,23 +1,23 @@
-"""Tiles of the casts in triton.py, from which a benchmark chooses."""
+"""Tiles of kernels that write fp8, and those of the casts in triton.py, from which a benchmark chooses."""
 
 from typing import Literal, NamedTuple
 
 
 class Tile(NamedTuple):
-    """What a program of pairs_kernel casts. Powers of two up to 128."""
+    """What a program writes in both layouts. Powers of two up to 128."""
 
     rows: int
     columns: int
     warps: int
     registers: int
-    """Of a thread at most: left alone the compiler may take more, and fewer programs fit beside each other. None of
-    these spills (Triton 3.6, sm90)."""
-    group: int
-    """Tiles below each other that programs next to each other take: what they write in columns is near in memory."""
+    """Of a thread at most: left alone the compiler may take more, and fewer programs fit beside each other."""
+    below: int
+    """Tiles below each other that programs next to each other take, see `tile_of_program` in tile.py."""
     policy: Literal["", "evict_first"] = ""
     """What caches are told about what is read. evict_first: it is read once, and what is written is kept instead."""
 
 
+# None of these spills in a cast (Triton 3.6, sm90).
 TILES = {
     "128x128": Tile(128, 128, 8, 64, 8),
     "128x128, 4 warps": Tile(128, 128, 4, 112, 8),

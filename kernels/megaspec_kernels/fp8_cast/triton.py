@@ -37,6 +37,7 @@ try:
         store_four_rows,
         store_masked,
         store_two_columns,
+        tile_of_program,
         two_in_fp8,
     )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
@@ -265,19 +266,12 @@ if triton is not None:
         is_even: tl.constexpr,
         b_m: tl.constexpr,
         b_k: tl.constexpr,
-        group: tl.constexpr,
+        below: tl.constexpr,
         policy: tl.constexpr,
     ):
         """x as int32 [M, K / 2], rows as int16 [M, K / 2], columns as int32 [K, M / 4]; see note "Pairs". `block_rows`,
         `block_columns`: 0: all that there are, else 1 or 128."""
-        pid = tl.program_id(0)
-        tiles_m = tl.cdiv(M, b_m)
-        tiles_k = tl.cdiv(K, b_k)
-        in_group = group * tiles_k
-        first_m = pid // in_group * group
-        rows_in_group = min(tiles_m - first_m, group)
-        tile_m = first_m + pid % in_group % rows_in_group
-        tile_k = pid % in_group // rows_in_group
+        tile_m, tile_k = tile_of_program(tl.cdiv(M, b_m), tl.cdiv(K, b_k), below)
 
         # rows 4 i + j, columns 2 c and 2 c + 1 of the tile
         i = tl.arange(0, b_m // 4)
@@ -359,7 +353,7 @@ if triton is not None:
                     pairs_ptr, at, half_K, mask, M // quarter_M, top, inverse, saturated_ptr, largest, is_even
                 )
         if copies:
-            tl.store(copy_ptr, tl.load(scale_ptr), mask=pid == 0)
+            tl.store(copy_ptr, tl.load(scale_ptr), mask=tl.program_id(0) == 0)
 
     @triton.jit
     def columns_kernel(
@@ -373,17 +367,10 @@ if triton is not None:
         is_even: tl.constexpr,
         b_m: tl.constexpr,
         b_k: tl.constexpr,
-        group: tl.constexpr,
+        below: tl.constexpr,
     ):
         """fp8 as int16 [M, K / 2] to int32 [K, M / 4]: what pairs_kernel does once it has cast."""
-        pid = tl.program_id(0)
-        tiles_m = tl.cdiv(M, b_m)
-        tiles_k = tl.cdiv(K, b_k)
-        in_group = group * tiles_k
-        first_m = pid // in_group * group
-        rows_in_group = min(tiles_m - first_m, group)
-        tile_m = first_m + pid % in_group % rows_in_group
-        tile_k = pid % in_group // rows_in_group
+        tile_m, tile_k = tile_of_program(tl.cdiv(M, b_m), tl.cdiv(K, b_k), below)
 
         i = tl.arange(0, b_m // 4)
         c = tl.arange(0, b_k // 2)
@@ -543,7 +530,7 @@ def cast(
             is_even=M % tile.rows == 0 and K % tile.columns == 0,
             b_m=tile.rows,
             b_k=tile.columns,
-            group=tile.group,
+            below=tile.below,
             policy=tile.policy,
             num_warps=tile.warps,
             maxnreg=tile.registers,
@@ -587,7 +574,7 @@ def columns(x_MK: Tensor, *, tile: Tile = BEST) -> Tensor:
         is_even=M % tile.rows == 0 and K % tile.columns == 0,
         b_m=tile.rows,
         b_k=tile.columns,
-        group=tile.group,
+        below=tile.below,
         num_warps=tile.warps,
     )
     return out

@@ -29,6 +29,7 @@ try:
         see,
         see_above,
         split,
+        tile_of_program,
         two_in_fp8,
     )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
@@ -255,16 +256,9 @@ if triton is not None:
         """x as int32 [M, I / 2], rows as int16 [R, I / 2], columns as int32 [I, P / 4]; see triton.py, note "Pairs".
         `rows`: four, which the compiler must not know, see count_saturated there. `quarters`: of a unit, each of four
         rows. `below`: tiles below each other that programs next to each other take."""
-        pid = tl.program_id(0)
         # so that the compiler knows how the columns are aligned, whatever the number of rows is
         quarter_P = units * quarters
-        tiles_p = tl.cdiv(quarter_P * 4, b_p)
-        tiles_i = tl.cdiv(half_I * 2, b_i)
-        in_group = below * tiles_i
-        first_p = pid // in_group * below
-        rows_in_group = min(tiles_p - first_p, below)
-        tile_p = first_p + pid % in_group % rows_in_group
-        tile_i = pid % in_group // rows_in_group
+        tile_p, tile_i = tile_of_program(tl.cdiv(quarter_P * 4, b_p), tl.cdiv(half_I * 2, b_i), below)
 
         # places 4 q + j of the padded rows, columns 2 c and 2 c + 1
         q = tile_p * (b_p // 4) + tl.arange(0, b_p // 4)
@@ -348,7 +342,7 @@ if triton is not None:
                 # of none nothing is added
                 tl.atomic_add(saturated_ptr, count.to(tl.int64), mask=count > 0, sem="relaxed")
         if copies:
-            tl.store(copy_ptr, tl.load(scale_ptr), mask=pid == 0)
+            tl.store(copy_ptr, tl.load(scale_ptr), mask=tl.program_id(0) == 0)
 
     @triton.jit
     def recounted_pairs(size, over, low, high, low_inverse, high_inverse, largest: tl.constexpr):
@@ -498,7 +492,7 @@ def group_cast(
             quarters=UNIT // 4,
             b_p=tile.rows,
             b_i=tile.columns,
-            below=tile.group,
+            below=tile.below,
             num_warps=tile.warps,
         )
         return by_rows, by_columns

@@ -87,10 +87,24 @@ def _in_fp8(producer: GatedProducer, grad: Tensor, gate_up: Tensor) -> Iterator[
         torch.float8_e4m3fn,
     )
     code = GatedForm("silu").code
-    forward = partial(producer.forward_in_fp8, gate_up, code, known=known)
-    yield Work(f"silu in fp8, forward, {M} x {F}", on_device(forward), M * F * (2 * grad.itemsize + 2), "bytes")
-    backward = partial(producer.backward_in_fp8, grad, gate_up, code, known=known._replace(dtype=torch.float8_e5m2))
-    yield Work(f"silu in fp8, backward, {M} x {F}", on_device(backward), M * F * (3 * grad.itemsize + 4), "bytes")
+    for what, form in _tiles().items():
+        forward = partial(producer.forward_in_fp8, gate_up, code, known=known, **form)
+        amount = M * F * (2 * grad.itemsize + 2)
+        title = f"silu in fp8, forward, {M} x {F}{what}"
+        yield Work(title, on_device(forward), amount, "bytes", copy_of(amount, grad.device))
+        of_gradients = known._replace(dtype=torch.float8_e5m2)
+        backward = partial(producer.backward_in_fp8, grad, gate_up, code, known=of_gradients, **form)
+        amount = M * F * (3 * grad.itemsize + 4)
+        title = f"silu in fp8, backward, {M} x {F}{what}"
+        yield Work(title, on_device(backward), amount, "bytes", copy_of(amount, grad.device))
+
+
+def _tiles() -> dict[str, dict[str, object]]:
+    """What a run takes, and the others."""
+    forms: dict[str, dict[str, object]] = {"": {}}
+    for name, tile in TILES.items():
+        forms[f", tile {name}"] = {"tile": tile}
+    return forms
 
 
 def _of_experts(kernel: WeightedGatedKernel, device: torch.device) -> Iterator[Work]:
@@ -116,11 +130,7 @@ def _of_experts(kernel: WeightedGatedKernel, device: torch.device) -> Iterator[W
         torch.zeros(1, dtype=torch.int64, device=device),
         torch.float8_e4m3fn,
     )
-    # the first one is what a run takes
-    forms: dict[str, dict[str, object]] = {"": {}}
-    for name, tile in TILES.items():
-        forms[f", tile {name}"] = {"tile": tile}
-    for what, form in forms.items():
+    for what, form in _tiles().items():
         forward = partial(kernel.forward_in_fp8, groups=groups, known=known, **plain, **form)
         amount = size * (2 * grad.itemsize + 2)
         title = f"silu in fp8, forward, {where}{what}"

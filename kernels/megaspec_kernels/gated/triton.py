@@ -10,7 +10,9 @@ from torch import Tensor
 from megaspec.core.divisors import ceil_div
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
+from megaspec_kernels.fp8_cast.tiles import Tile
 from megaspec_kernels.gated.form import GatedForm, decoded
+from megaspec_kernels.gated.tiles import BACKWARD_TILE, FORWARD_TILE
 from megaspec_kernels.operation import fake_of, operation
 
 try:
@@ -29,6 +31,7 @@ try:
         split,
         store_four_rows,
         store_two_columns,
+        tile_of_program,
         top_of_four_rows,
     )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
@@ -317,11 +320,11 @@ if triton is not None:
         is_even: tl.constexpr,
         b_m: tl.constexpr,
         b_f: tl.constexpr,
+        below: tl.constexpr,
     ):
         """gate_up as int32 [M, F], rows as int16 [M, F / 2], columns as int32 [F, M / 4]: as fp8_cast/triton.py does,
         see its note "Pairs". `rows`: four, which the compiler must not know."""
-        tile_m = tl.program_id(0)
-        tile_f = tl.program_id(1)
+        tile_m, tile_f = tile_of_program(tl.cdiv(quarter_M, b_m // 4), tl.cdiv(half_F, b_f // 2), below)
         # rows 4 i + j, features 2 c and 2 c + 1 of the tile
         i = tl.arange(0, b_m // 4)
         c = tl.arange(0, b_f // 2)
@@ -387,11 +390,11 @@ if triton is not None:
         is_even: tl.constexpr,
         b_m: tl.constexpr,
         b_f: tl.constexpr,
+        below: tl.constexpr,
     ):
         """The gradient as int32 [M, F / 2], gate_up as int32 [M, F], rows as int16 [M, F], columns as int32
         [2 F, M / 4]; see gated_fwd_fp8_pairs_kernel."""
-        tile_m = tl.program_id(0)
-        tile_f = tl.program_id(1)
+        tile_m, tile_f = tile_of_program(tl.cdiv(quarter_M, b_m // 4), tl.cdiv(half_F, b_f // 2), below)
         i = tl.arange(0, b_m // 4)
         c = tl.arange(0, b_f // 2)
         mask = (tile_m * (b_m // 4) + i < quarter_M)[:, None] & (tile_f * (b_f // 2) + c < half_F)[None, :]
@@ -523,36 +526,30 @@ def _(grad: Tensor, gate_up: Tensor, code: str) -> Tensor:
     return gate_up.new_empty(gate_up.shape)
 
 
-class Tile(NamedTuple):
-    """Of a kernel that writes fp8: of each column it writes as many bytes as rows."""
-
-    rows: int
-    features: int
-    warps: int
+# Of the kernels that take an element at a time: rows, features, warps.
+SMALL_ROWS = 64
+SMALL_FEATURES = 64
+SMALL_WARPS = 8
 
 
-FORWARD_TILE = Tile(rows=128, features=64, warps=4)
-BACKWARD_TILE = Tile(rows=64, features=128, warps=8)
-# An element at a time.
-SMALL_TILE = Tile(rows=64, features=64, warps=8)
-
-
-def gated_forward_in_fp8(gate_up: Tensor, code: str, *, known: Known) -> Written:
+def gated_forward_in_fp8(gate_up: Tensor, code: str, *, known: Known, tile: Tile = FORWARD_TILE) -> Written:
     """`gated_forward`, written in fp8 alone, by a scale that is known."""
     F = gate_up.shape[-1] // 2
     M = gate_up.numel() // (2 * F)
     written = empty_pair(gate_up, M, F, known.dtype)
-    kernels = Kernels(gated_fwd_fp8_pairs_kernel, gated_fwd_fp8_kernel, FORWARD_TILE)
+    kernels = Kernels(gated_fwd_fp8_pairs_kernel, gated_fwd_fp8_kernel, tile)
     _write(kernels, (gate_up,), written, M, F, code, known)
     return written
 
 
-def gated_backward_in_fp8(grad: Tensor, gate_up: Tensor, code: str, *, known: Known) -> Written:
+def gated_backward_in_fp8(
+    grad: Tensor, gate_up: Tensor, code: str, *, known: Known, tile: Tile = BACKWARD_TILE
+) -> Written:
     """`gated_backward`, written in fp8 alone, by a scale that is known."""
     F = grad.shape[-1]
     M = grad.numel() // F
     written = empty_pair(gate_up, M, 2 * F, known.dtype)
-    kernels = Kernels(gated_bwd_fp8_pairs_kernel, gated_bwd_fp8_kernel, BACKWARD_TILE)
+    kernels = Kernels(gated_bwd_fp8_pairs_kernel, gated_bwd_fp8_kernel, tile)
     _write(kernels, (grad, gate_up), written, M, F, code, known)
     return written
 
@@ -586,7 +583,7 @@ def _write(
         in_pairs = in_pairs and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0
     if in_pairs:
         tile = kernels.tile
-        kernels.of_pairs[(ceil_div(M, tile.rows), ceil_div(F, tile.features))](
+        kernels.of_pairs[(ceil_div(M, tile.rows) * ceil_div(F, tile.columns),)](
             *(x.view(torch.int32) for x in inputs),
             written.rows.view(torch.int16),
             written.columns.view(torch.int32),
@@ -597,14 +594,15 @@ def _write(
             *what,
             *format_constants(known.dtype),
             INTERPRETED,
-            M % tile.rows == 0 and F % tile.features == 0,
+            M % tile.rows == 0 and F % tile.columns == 0,
             tile.rows,
-            tile.features,
+            tile.columns,
+            tile.below,
             num_warps=tile.warps,
+            maxnreg=tile.registers,
         )
         return
-    tile = SMALL_TILE
-    kernels.of_elements[(ceil_div(M, tile.rows), ceil_div(F, tile.features))](
+    kernels.of_elements[(ceil_div(M, SMALL_ROWS), ceil_div(F, SMALL_FEATURES))](
         *inputs,
         written.rows.view(torch.uint8),
         written.columns.view(torch.uint8),
@@ -613,9 +611,9 @@ def _write(
         F,
         *what,
         *format_constants(known.dtype),
-        tile.rows,
-        tile.features,
-        num_warps=tile.warps,
+        SMALL_ROWS,
+        SMALL_FEATURES,
+        num_warps=SMALL_WARPS,
     )
 
 

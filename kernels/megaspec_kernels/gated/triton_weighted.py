@@ -18,9 +18,10 @@ from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.fp8_cast.padding import UNIT
 from megaspec_kernels.fp8_cast.tile import Written, format_constants
+from megaspec_kernels.fp8_cast.tiles import Tile
 from megaspec_kernels.fp8_cast.triton_groups import group_cast
 from megaspec_kernels.gated.form import GatedForm, decoded
-from megaspec_kernels.gated.tiles import BACKWARD_TILE, FORWARD_TILE, Tile
+from megaspec_kernels.gated.tiles import WEIGHTED_BACKWARD_TILE, WEIGHTED_FORWARD_TILE
 
 try:
     import triton
@@ -34,6 +35,7 @@ try:
         record,
         recounted,
         split,
+        tile_of_program,
         top_of_four_rows,
     )
     from megaspec_kernels.fp8_cast.triton_groups import load_row_pairs, store_columns, store_four
@@ -202,13 +204,13 @@ if triton is not None:
         quarters: tl.constexpr,
         b_p: tl.constexpr,
         b_f: tl.constexpr,
+        below: tl.constexpr,
     ):
         """gate_up as int32 [R, F], rows as int16 [R, F / 2], columns as int32 [F, P / 4]: see note "Places", and
         fp8_cast/triton.py, note "Pairs". `rows`: four, which the compiler must not know."""
-        tile_p = tl.program_id(0)
-        tile_f = tl.program_id(1)
         # so that the compiler knows how the columns are aligned, whatever the number of rows is
         quarter_P = units * quarters
+        tile_p, tile_f = tile_of_program(tl.cdiv(quarter_P, b_p // 4), tl.cdiv(half_F, b_f // 2), below)
         q = tile_p * (b_p // 4) + tl.arange(0, b_p // 4)
         c = tile_f * (b_f // 2) + tl.arange(0, b_f // 2)
         is_place = q < quarter_P
@@ -331,13 +333,13 @@ if triton is not None:
         quarters: tl.constexpr,
         b_p: tl.constexpr,
         b_f: tl.constexpr,
+        below: tl.constexpr,
     ):
         """The gradient as int32 [R, F / 2], gate_up as int32 [R, F], rows as int16 [R, F], columns as int32
         [2 F, P / 4]; parts of the weights' gradients [T, R]. See weighted_fwd_fp8_kernel."""
-        tile_p = tl.program_id(0)
-        tile_f = tl.program_id(1)
         # so that the compiler knows how the columns are aligned, whatever the number of rows is
         quarter_P = units * quarters
+        tile_p, tile_f = tile_of_program(tl.cdiv(quarter_P, b_p // 4), tl.cdiv(half_F, b_f // 2), below)
         q = tile_p * (b_p // 4) + tl.arange(0, b_p // 4)
         c = tile_f * (b_f // 2) + tl.arange(0, b_f // 2)
         is_place = q < quarter_P
@@ -513,7 +515,13 @@ def gradients(grad_RF: Tensor, gate_up_RF: Tensor, weights_R: Tensor, *, form: G
 
 
 def forward_in_fp8(
-    gate_up_RF: Tensor, weights_R: Tensor, groups: Groups, *, form: GatedForm, known: Known, tile: Tile = FORWARD_TILE
+    gate_up_RF: Tensor,
+    weights_R: Tensor,
+    groups: Groups,
+    *,
+    form: GatedForm,
+    known: Known,
+    tile: Tile = WEIGHTED_FORWARD_TILE,
 ) -> Written:
     """`forward`, written in fp8 alone by a scale that is known: rows of groups [R, F], and columns [F, P]; see
     group_cast in fp8_cast/reference_groups.py."""
@@ -525,7 +533,7 @@ def forward_in_fp8(
     written = _empty(gate_up_RF, groups, F, known)
     if gate_up_RF.is_meta:
         return written
-    weighted_fwd_fp8_kernel[(ceil_div(groups.columns, tile.rows), ceil_div(F, tile.features))](
+    weighted_fwd_fp8_kernel[(ceil_div(groups.columns, tile.rows) * ceil_div(F, tile.columns),)](
         gate_up_RF.view(torch.int32),
         weights_R,
         *_places(groups),
@@ -540,8 +548,10 @@ def forward_in_fp8(
         *_form(form, known),
         quarters=UNIT // 4,
         b_p=tile.rows,
-        b_f=tile.features,
+        b_f=tile.columns,
+        below=tile.below,
         num_warps=tile.warps,
+        maxnreg=tile.registers,
     )
     return written
 
@@ -554,7 +564,7 @@ def gradients_in_fp8(
     *,
     form: GatedForm,
     known: Known,
-    tile: Tile = BACKWARD_TILE,
+    tile: Tile = WEIGHTED_BACKWARD_TILE,
 ) -> tuple[Written, Tensor]:
     """`gradients`, those of gates and the rest written in fp8 alone as by `forward_in_fp8`: [R, 2 F] and [2 F, P]. Rows
     of no group have none."""
@@ -566,11 +576,11 @@ def gradients_in_fp8(
     grad_RF = grad_RF.contiguous()
     gate_up_RF = gate_up_RF.contiguous()
     written = _empty(gate_up_RF, groups, 2 * F, known)
-    tiles = ceil_div(F, tile.features)
+    tiles = ceil_div(F, tile.columns)
     parts_TR = torch.empty(tiles, R, dtype=torch.float32, device=grad_RF.device)
     if gate_up_RF.is_meta:
         return written, parts_TR.sum(0).to(weights_R.dtype)
-    weighted_bwd_fp8_kernel[(ceil_div(groups.columns, tile.rows), tiles)](
+    weighted_bwd_fp8_kernel[(ceil_div(groups.columns, tile.rows) * tiles,)](
         grad_RF.view(torch.int32),
         gate_up_RF.view(torch.int32),
         weights_R,
@@ -588,8 +598,10 @@ def gradients_in_fp8(
         *_form(form, known),
         quarters=UNIT // 4,
         b_p=tile.rows,
-        b_f=tile.features,
+        b_f=tile.columns,
+        below=tile.below,
         num_warps=tile.warps,
+        maxnreg=tile.registers,
     )
     return written, parts_TR.sum(0).to(weights_R.dtype)
 

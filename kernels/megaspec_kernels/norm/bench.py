@@ -8,7 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megaspec_kernels.bench import Bench, Held, Work, compiled_on_gpu, on_device, random, replayed, training_dtype
+from megaspec_kernels.bench import (
+    Bench,
+    Held,
+    Work,
+    compiled_on_gpu,
+    copy_of,
+    on_device,
+    random,
+    replayed,
+    training_dtype,
+)
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.gate import Results, results
 from megaspec_kernels.norm.form import NormForm
@@ -103,7 +113,8 @@ def _in_fp8(producer: NormProducer, x: Tensor, term: Tensor, weight: Tensor, *, 
     call = partial(producer.forward_in_fp8, x, term, weight, None, RMS.code, known=known, columns=columns)
     layouts = 2 if columns else 1
     what = "fp8" if columns else "rows of fp8"
-    return Work(f"sum and norm in {what}, {M} x {D}", on_device(call), M * D * (3 * x.itemsize + layouts), "bytes")
+    amount = M * D * (3 * x.itemsize + layouts)
+    return Work(f"sum and norm in {what}, {M} x {D}", on_device(call), amount, "bytes", copy_of(amount, x.device))
 
 
 BENCH = Bench(held, works)

@@ -9,7 +9,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megaspec_kernels.bench import Bench, Held, Work, compiled_on_gpu, on_device, random, replayed, training_dtype
+from megaspec_kernels.bench import (
+    Bench,
+    Held,
+    Work,
+    compiled_on_gpu,
+    copy_of,
+    on_device,
+    random,
+    replayed,
+    training_dtype,
+)
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.gate import results
 from megaspec_kernels.registry import REGISTRY, RopeProducer
@@ -98,7 +108,7 @@ def _in_fp8(
         torch.float8_e5m2,
     )
     call = partial(producer.backward_in_fp8, *grads, cos, sin, known=known)
-    return Work(f"backward in fp8, {tokens}", on_device(call), moved, "bytes")
+    return Work(f"backward in fp8, {tokens}", on_device(call), moved, "bytes", copy_of(moved, cos.device))
 
 
 BENCH = Bench(held, works)

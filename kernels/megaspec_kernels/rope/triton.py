@@ -28,15 +28,17 @@ try:
     from megaspec_kernels.fp8_cast.tile import (
         INTERPRETED,
         columns_of_rows,
+        four_in_fp8,
         in_fp8,
         inverse_of,
         load_pairs,
         record,
         recounted,
         split,
-        store_masked,
-        top_bits,
-        two_in_fp8,
+        store_four_rows,
+        store_two_columns,
+        tile_of_program,
+        top_of_four_rows,
     )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
@@ -319,6 +321,7 @@ if triton is not None:
         k_strides,
         v_strides,
         rows,
+        units,
         d_head: tl.constexpr,
         d_rotary: tl.constexpr,
         has_seen: tl.constexpr,
@@ -329,13 +332,14 @@ if triton is not None:
         is_even: tl.constexpr,
         b_m: tl.constexpr,
         b_f: tl.constexpr,
+        below: tl.constexpr,
     ):
         """Gradients as int32 [B, T, heads, H / 2] with strides in 16 bytes, angles as int64 [angles, R / 4], rows as
         int16 [M, C / 2], columns as int32 [C, M / 4]: as fp8_cast/triton.py does, see its note "Pairs". `rows`: four,
         which the compiler must not know. `b_f`: features of a half."""
-        tile_m = tl.program_id(0)
+        tile_m, unit = tile_of_program(tl.cdiv(quarter_M, b_m // 4), units, below)
         # all in pairs
-        head, first, half, _, turns = unit_of(tl.program_id(1), N + 2 * K, N + K, d_head // 2, d_rotary // 2)
+        head, first, half, _, turns = unit_of(unit, N + 2 * K, N + K, d_head // 2, d_rotary // 2)
         first = tl.multiple_of(first, 8)
         half = tl.multiple_of(half, 4)
         # tokens 4 i + j, features 2 c and 2 c + 1 of each half
@@ -354,7 +358,7 @@ if triton is not None:
         angle_step: tl.constexpr = d_rotary // 4
         scale = tl.load(scale_ptr)
         inverse = inverse_of(scale)
-        if (tile_m == 0) & (tl.program_id(1) == 0):
+        if (tile_m == 0) & (unit == 0):
             tl.store(scale_copy_ptr, scale)
         # all are loaded before anything is stored
         a_0, b_0, u_0, v_0 = gradients_of_pairs(source, at, half, cos_ptr, sin_ptr, angle, mask, turns, is_even)
@@ -368,8 +372,8 @@ if triton is not None:
             source + 3 * step, at, half, cos_ptr + 3 * angle_step, sin_ptr + 3 * angle_step, angle, mask, turns, is_even
         )
         zero = i[:, None] * 0 + c[None, :] * 0
-        bits = top_bits(top_bits(top_bits(top_bits(zero, a_0, b_0), a_1, b_1), a_2, b_2), a_3, b_3)
-        bits = top_bits(top_bits(top_bits(top_bits(bits, u_0, v_0), u_1, v_1), u_2, v_2), u_3, v_3)
+        bits = top_of_four_rows(zero, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
+        bits = top_of_four_rows(bits, u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3)
 
         half_C = (N + 2 * K) * (d_head // 2)
         column = head * (d_head // 2) + first
@@ -377,31 +381,21 @@ if triton is not None:
         column_ptr += column.to(tl.int64) * (2 * quarter_M) + tile_m * (b_m // 4)
         to = i[:, None] * (4 * half_C) + c[None, :]
         down = c[None, :] * (2 * quarter_M) + i[:, None]
-        q_0 = two_in_fp8(a_0, b_0, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_1 = two_in_fp8(a_1, b_1, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_2 = two_in_fp8(a_2, b_2, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_3 = two_in_fp8(a_3, b_3, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        store_masked(row_ptr, to, q_0, mask, is_even)
-        store_masked(row_ptr, to + half_C, q_1, mask, is_even)
-        store_masked(row_ptr, to + 2 * half_C, q_2, mask, is_even)
-        store_masked(row_ptr, to + 3 * half_C, q_3, mask, is_even)
-        low, high = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
-        store_masked(column_ptr, down, low, mask, is_even)
-        store_masked(column_ptr, down + quarter_M, high, mask, is_even)
+        q_0, q_1, q_2, q_3 = four_in_fp8(
+            a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3, inverse, largest, mantissa, least_exponent, interpreted
+        )
+        store_four_rows(row_ptr, to, half_C, q_0, q_1, q_2, q_3, mask, is_even)
+        first_column, second_column = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        store_two_columns(column_ptr, down, quarter_M, first_column, second_column, mask, is_even)
         # the high half
         row_ptr += half
         column_ptr += (2 * half).to(tl.int64) * quarter_M
-        q_0 = two_in_fp8(u_0, v_0, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_1 = two_in_fp8(u_1, v_1, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_2 = two_in_fp8(u_2, v_2, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_3 = two_in_fp8(u_3, v_3, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        store_masked(row_ptr, to, q_0, mask, is_even)
-        store_masked(row_ptr, to + half_C, q_1, mask, is_even)
-        store_masked(row_ptr, to + 2 * half_C, q_2, mask, is_even)
-        store_masked(row_ptr, to + 3 * half_C, q_3, mask, is_even)
-        low, high = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
-        store_masked(column_ptr, down, low, mask, is_even)
-        store_masked(column_ptr, down + quarter_M, high, mask, is_even)
+        q_0, q_1, q_2, q_3 = four_in_fp8(
+            u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3, inverse, largest, mantissa, least_exponent, interpreted
+        )
+        store_four_rows(row_ptr, to, half_C, q_0, q_1, q_2, q_3, mask, is_even)
+        first_column, second_column = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        store_two_columns(column_ptr, down, quarter_M, first_column, second_column, mask, is_even)
         top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
         count = 0
         if not (top * inverse <= largest):
@@ -432,12 +426,16 @@ class Tile(NamedTuple):
 
     rows: int
     warps: int
+    registers: int
+    """Of a thread at most."""
+    below: int
+    """Tiles below each other that programs next to each other take, see `tile_of_program` in fp8_cast/tile.py."""
 
 
 def _tile(half: int) -> Tile:
     """Of so many features of each half: 16 bytes of each row and half a thread, so long as they are no more rows."""
     rows = 128 if half <= 32 else 64
-    return Tile(rows, max(1, min(16, rows * half // 1024)))
+    return Tile(rows, max(1, min(16, rows * half // 1024)), registers=128, below=8)
 
 
 # Of sizes of half a head that are powers of two; others take that of the next one.
@@ -618,7 +616,7 @@ def rope_backward_in_fp8(
     if in_pairs and lying.per == 8 and grad_q.dtype == torch.bfloat16:
         tile = TILES[block]
         is_even = M % tile.rows == 0 and angles.d_rotary == heads.size == 2 * block
-        rope_bwd_fp8_pairs_kernel[(ceil_div(M, tile.rows), units)](
+        rope_bwd_fp8_pairs_kernel[(ceil_div(M, tile.rows) * units,)](
             *(grad.view(torch.int32) for grad in lying.grads),
             written.rows.view(torch.int16),
             written.columns.view(torch.int32),
@@ -632,6 +630,7 @@ def rope_backward_in_fp8(
             heads.keys,
             *lying.strides,
             M // (M // 4),
+            units,
             heads.size,
             angles.d_rotary,
             known.seen is not None,
@@ -640,7 +639,9 @@ def rope_backward_in_fp8(
             is_even,
             tile.rows,
             block,
+            tile.below,
             num_warps=tile.warps,
+            maxnreg=tile.registers,
         )
         return written
     rows = max(16, min(64, SMALL_BLOCK // block))
