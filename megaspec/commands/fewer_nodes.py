@@ -54,7 +54,7 @@ def for_fewer_nodes(spec: Spec, target: Target, *, memory: str) -> tuple[Spec, l
     it is there, the most nodes first; where all nodes are needed the Spec as it is. `target`: all nodes of the job.
     `memory`: ignore takes layouts that are predicted not to fit.
 
-    RecipeError: no layout fits launcher.min_nodes.
+    RecipeError: no layout fits launcher.min_nodes, or one of the list fits no number of nodes.
     """
     launcher = spec.launcher
     if not isinstance(launcher, SlurmLauncher) or not launcher.is_elastic:
@@ -77,6 +77,7 @@ def for_fewer_nodes(spec: Spec, target: Target, *, memory: str) -> tuple[Spec, l
             break
     if refused is not None:
         raise _no_layout(launcher, list(words_of), refused)
+    _refuse_layouts_that_fit_nothing(recipe, launcher, target, facts, memory=memory)
     layouts = tuple(words_of.values())
     made = spec.model_copy(update={"launcher": launcher.model_copy(update={"layouts": layouts})})
     # as the ranks will find it
@@ -136,6 +137,32 @@ def _resolved_anew(spec: Spec, recipe: Recipe, target: Target, facts: Facts, *, 
             refused = error
     assert refused is not None, "nothing was tried"
     raise refused
+
+
+def _refuse_layouts_that_fit_nothing(
+    recipe: Recipe, launcher: SlurmLauncher, target: Target, facts: Facts, *, memory: str
+) -> None:
+    """RecipeError: layouts of the list that the job would never take, each with why it does not fit all nodes."""
+    if not recipe.launcher.layouts or recipe.launcher.layouts == SEARCH:
+        return
+    problems: list[Problem] = []
+    numbers = range(launcher.nodes, launcher.least_nodes - 1, -1)
+    for index, option in enumerate(layout_options(Composed(recipe, {}))[1:]):
+        refused = []
+        for nodes in numbers:
+            try:
+                _resolved(option, target=_fewer(target, launcher, nodes), facts=facts, memory=memory)
+            except RecipeError as error:
+                refused.append(error)
+        if len(refused) < len(numbers):
+            continue
+        text = f"{KEY}.{index} ({option.name}) must fit a number of nodes from {MIN_NODES}={launcher.least_nodes} to "
+        text += f"launcher.nodes={launcher.nodes}, of {counted(launcher.ranks_per_node, 'rank')} each, and fits none; "
+        problems.append(Problem(f"{KEY}.{index}", text + "change its degrees, or drop it"))
+        for problem in refused[0].problems:
+            problems.append(Problem(problem.key, f"on {launcher.nodes} nodes: {problem.message}", code=problem.code))
+    if problems:
+        raise RecipeError(problems)
 
 
 def _opened(spec: Spec, recipe: Recipe) -> list[Recipe]:

@@ -121,6 +121,14 @@ def test_a_job_that_needs_all_its_nodes_stays_as_it_is():
         ),
         (["launcher.min_nodes=1", "launcher.layouts=[['optim.lr=1']]"], "launcher.layouts.0: optim.lr=1 is no layout"),
         (
+            [
+                "launcher.min_nodes=1",
+                "launcher.layouts=[['parallelism.dp_replicate=2'],['parallelism.dp_replicate=3']]",
+            ],
+            "launcher.layouts.1 (parallelism.dp_replicate=3) must fit a number of nodes from launcher.min_nodes=1 to "
+            "launcher.nodes=6, of 2 ranks each, and fits none; change its degrees, or drop it",
+        ),
+        (
             ["launcher.layouts=[['parallelism.dp_replicate=4']]"],
             "drop launcher.layouts, or set launcher.min_nodes below launcher.nodes",
         ),
