@@ -44,7 +44,9 @@ def test_the_limit_is_drawn_and_no_more():
     assert energy == pytest.approx(products + attention + load.moving)
 
 
-@pytest.mark.parametrize("line", CLOCKED, ids=lambda line: f"{line['row']}, {line['step_ms']:.0f} ms")
+@pytest.mark.parametrize(
+    "line", CLOCKED, ids=lambda line: f"{line.get('row', line['model'])}, {line['step_ms']:.0f} ms"
+)
 def test_clocks_that_were_read(line, monkeypatch):
     """The mean of readings at 10 Hz, beside one clock for the whole step: within 7 %. Machines are 3 % apart (8B in
     fp8: 1,480 and 1,525 MHz), and experts' products ran at lower clocks than their update, 1,485 to 1,920 MHz."""

@@ -175,8 +175,10 @@ def test_a_cpu_is_told_by_its_operations_backward_passes_too():
     assert set(kinds) == set(KINDS)
     assert sum(one.seconds for one in kinds.values()) == pytest.approx(found.seconds)
     assert found.accounted >= 0.97
-    # one product of the layer and its gradient of the weight against two in attention and four in its backward pass
-    assert kinds[MATRIX_PRODUCTS].seconds < kinds[ATTENTION].seconds
+    # a product of the layer and its gradient of the weight, two products in attention and four in its backward pass; by
+    # their number, since on a busy machine any of them may take longest
+    assert kinds[MATRIX_PRODUCTS].count == 2
+    assert kinds[ATTENTION].count >= 6
     for kind in (MATRIX_PRODUCTS, ATTENTION, ELEMENT_WISE, OPTIMIZER):
         assert kinds[kind].seconds > 0, kind
     assert kinds[OPTIMIZER].count >= 50
