@@ -41,9 +41,11 @@ _ATTENTION_PREFIXES = (
     "aten::_cudnn_attention_",
     "flex_attention",
     "FlexAttention",
-    # kernels/megaspec_kernels/attention: cudnn.py and flash_attn.py
+    # kernels/megaspec_kernels/attention: varlen.py, cudnn.py, flash_attn.py and te.py
+    "megaspec::attend_each_document",
     "megaspec::cudnn_documents",
     "megaspec::flash_attn",
+    "megaspec::te_attention",
 )
 # Process groups, their functional operators, and what they mark as their own. gloo does its work in threads.
 _COMMUNICATION_PREFIXES = ("c10d::", "_c10d_functional::", "nccl:", "gloo:", "record_param_comms")

@@ -1,5 +1,8 @@
 """Names of kernels and operations, and what kind each is."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from megaspec.nn import range_names
@@ -132,3 +135,16 @@ def test_an_operation_on_a_cpu(around, of_range, kind):
 def test_operations_with_kernels_of_several_kinds_leave_it_to_these():
     for name in ("aten::add", "megaspec::add_weight_gradient", "CompiledFunction", "theirs::mm"):
         assert kind_of_operation(name) is None
+
+
+ATTENTION_SOURCES = Path(__file__).parents[2] / "kernels" / "megaspec_kernels" / "attention"
+
+
+def test_each_operation_of_attention_is_known():
+    """In compiled code nothing but the operation tells of a package's own kernels that they are of attention."""
+    found = []
+    for source in ATTENTION_SOURCES.glob("*.py"):
+        found += re.findall(r'^@operation\("([^"]+)"', source.read_text(), re.MULTILINE)
+    assert "megaspec::te_attention_backward" in found
+    for name in found:
+        assert kind_of_kernel("transformer_engine::their_kernel", [name]) == ATTENTION, name
