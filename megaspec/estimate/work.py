@@ -4,6 +4,7 @@ Counted from the facts of a layer's parts as layers run compiled: everything bet
 memory, so that its time is the bytes that its kernels read and write.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from megaspec.estimate.layer_run import LayerRun, context_split, layer_run
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.tables import tables_in_place
 from megaspec.estimate.trained import facts_of
-from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8
+from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.nn.moe.facts import GATHERED
 from megaspec.parallelism.spec import ContextSpec
@@ -42,20 +43,21 @@ FLASH_COST = 1.83
 FLASH_FORWARD_COST = 629 / 320
 # Implementations of packages, which leave out what documents and windows hide.
 OWN_LENGTHS = ("cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "te")
-# Bytes that the cast to fp8 moves of a number in bf16: one kernel reads it once and writes it in both layouts.
-FP8_CAST = 4.0
+# Bytes that the cast to fp8 moves of a number in bf16, by recipe, of experts' rows as well. delayed: one kernel reads
+# it once and writes it in both layouts. tensorwise: it is read before, for the largest element. With scales of lines,
+# and of blocks, each layout has its own: both passes for each. mxfp8 and nvfp4 are planned alone.
+FP8_CAST = {"delayed": 4.0, "tensorwise": 6.0, "rowwise": 10.0, "blockwise": 10.0, "mxfp8": 4.0, "nvfp4": 4.0}
+# Of a weight, whose scale is always that of its numbers; one of a square block is the same in both layouts.
+FP8_WEIGHT_CAST = FP8_CAST | {"delayed": 6.0, "blockwise": 6.0}
+# Of experts' matrices, once a step: with scales of lines columns are turned round in a pass more.
+GROUP_WEIGHT_CAST = FP8_WEIGHT_CAST | {"rowwise": 12.0}
+# The same of Transformer Engine's casts, which find the largest elements of blocks while they make both layouts.
+TE_CAST = FP8_CAST | {"blockwise": 4.0}
+TE_WEIGHT_CAST = FP8_WEIGHT_CAST | {"blockwise": 4.0}
 # Of what its rank alone casts before others gather it: its columns are not written, but made of the bytes of all ranks,
-# which are read and written for them.
+# which are read and written for them. With scales of lines both casts are of its tokens, and both write rows.
 COLUMNS_BY_CAST = 1.0
 COLUMNS_OF_BYTES = 2.0
-# Of rows that belong to experts, by recipe: delayed, one pass as well; tensorwise, the largest element of each expert's
-# before it; rowwise, that and a cast for each layout. Other recipes have no grouped products.
-GROUP_CAST = {"delayed": 4.0, "tensorwise": 6.0, "rowwise": 10.0}
-# Of experts' matrices, once a step: tensorwise and delayed have scales of their own numbers; rowwise each layout has,
-# and columns are turned round in a pass more.
-GROUP_WEIGHT_CAST = {"delayed": 6.0, "tensorwise": 6.0, "rowwise": 12.0}
-# Of a weight, whose scale is always that of its numbers: they are read before, for the largest.
-LARGEST = 2.0
 # The same operation by operation: the largest element, the cast with what of it is not finite, and with delayed scales
 # what saturates and is remembered. With scales of lines, and of blocks, each layout is cast by itself.
 PLAIN_FP8_CAST = {
@@ -182,7 +184,8 @@ def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[Rec
     products: dict[str, RecomputablePart] = {}
     by_layers = writing_operations(recipe)
     by_experts = operations_writing_for_experts(recipe)
-    ranks = _ranks_that_cast(recipe)
+    input_ranks = _ranks_that_cast(recipe, INPUTS_IN_FP8)
+    gradient_ranks = _ranks_that_cast(recipe, GRADIENTS_IN_FP8)
     by_norms: list[Product] = []
     for linear in layer.linears:
         writing = by_experts if linear.tokens == "routed" else by_layers
@@ -194,8 +197,8 @@ def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[Rec
                 product,
                 input_is_written=linear.input_by in writing,
                 gradient_is_written=linear.gradient_by in writing,
-                input_ranks=ranks if linear.split == "columns" else 1,
-                gradient_ranks=ranks if linear.split == "rows" else 1,
+                input_ranks=input_ranks if linear.split == "columns" else 1,
+                gradient_ranks=gradient_ranks if linear.split == "rows" else 1,
             )
             part.products.append(written)
             part.summed_bytes += _summed_bytes(recipe, written)
@@ -211,10 +214,10 @@ def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[Rec
     return (*products.values(), *between)
 
 
-def _ranks_that_cast(recipe: Recipe) -> int:
-    """Ranks that share sequences out and cast tokens before they gather them, by a scale that rows and columns have;
-    1: none do."""
-    if not recipe.parallelism.sequence_parallel or fp8_recipe(recipe.precision) not in GRADIENTS_IN_FP8:
+def _ranks_that_cast(recipe: Recipe, recipes: Container[str]) -> int:
+    """Ranks that share sequences out and cast their tokens before they gather them; 1: none do. `recipes`: those of fp8
+    that do so."""
+    if not recipe.parallelism.sequence_parallel or fp8_recipe(recipe.precision) not in recipes:
         return 1
     return recipe.parallelism.tp
 
@@ -302,14 +305,29 @@ def _product(linear: Linear, run: LayerRun, layer: LayerFacts, precision: str) -
 
 
 def _summed_bytes(recipe: Recipe, product: Product) -> float:
-    """Of adding up a weight's gradient over micro batches. The product of a dense matrix does it, a grouped one leaves
-    its result in the model's format."""
-    if not product.groups or not product.makes_weight_gradient:
+    """Of adding up a weight's gradient over micro batches. The product of a dense matrix does it, but for torch's of
+    matrices in fp8, which leaves its result in the sum's format; a grouped one leaves it in the model's."""
+    is_apart = product.groups > 0 or is_summed_apart(recipe, product)
+    if not is_apart or not product.makes_weight_gradient:
         return 0.0
     run = layer_run(recipe)
-    weights = product.groups * product.n * product.k
     # the first micro batch writes the sum, others read it, too
-    return weights * (run.width + run.wide * (2 - 1 / shape_of(recipe).micro_batches))
+    into = run.wide * (2 - 1 / shape_of(recipe).micro_batches)
+    if product.groups:
+        return product.groups * product.n * product.k * (run.width + into)
+    weights = product.n * product.k
+    found = weights * (run.wide + into)
+    if fp8_recipe(recipe.precision) == "rowwise":
+        # torch writes no such format with scales of lines: they are multiplied by afterwards, one behind the other
+        found += weights * 2 * (run.wide + run.wide)
+    return found
+
+
+def is_summed_apart(recipe: Recipe, product: Product) -> bool:
+    """Whether a dense product in fp8 adds its weight gradient to nothing, so that it takes a pass of its own."""
+    if product.precision != "fp8" or product.groups or recipe.kernels.linear == "te":
+        return False
+    return recipe.kernels.scaled_product == "torch"
 
 
 def _moved_bytes(moved: Moved, run: LayerRun, layer: LayerFacts) -> PassBytes:
@@ -480,40 +498,30 @@ def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
     columns for the weight gradient. And of turning factors back, where products are computed in fp32."""
     forward = 0.0
     backward = 0.0
-    cast = FP8_CAST
-    columns_by_cast = COLUMNS_BY_CAST
-    if recipe.precision.kind == "fp8" and recipe.kernels.fp8_cast == "reference" and recipe.kernels.linear != "te":
-        cast = PLAIN_FP8_CAST[recipe.precision.recipe]
-        # turned round behind it
-        columns_by_cast = COLUMNS_OF_BYTES
+    casts = _casts(recipe)
     for product in products:
         if product.precision != "fp8":
             continue
-        of_rows = cast
-        by_kernels = product.groups > 0 and cast == FP8_CAST
-        if by_kernels:
-            of_rows = GROUP_CAST.get(recipe.precision.recipe, FP8_CAST)
         inputs = product.m * product.k
         gradients = product.m * product.n
-        of_input = of_rows
-        of_gradient = of_rows
+        of_input = casts.of_rows
+        of_gradient = casts.of_rows
         if product.input_ranks > 1:
-            of_input = (of_rows - columns_by_cast) / product.input_ranks
+            of_input = (casts.of_rows - casts.columns) / product.input_ranks
             backward += COLUMNS_OF_BYTES * inputs * product.makes_weight_gradient
         if product.gradient_ranks > 1:
-            of_gradient = (of_rows - columns_by_cast) / product.gradient_ranks
+            of_gradient = (casts.of_rows - casts.columns) / product.gradient_ranks
             backward += COLUMNS_OF_BYTES * gradients * product.makes_weight_gradient
         if not product.input_is_written:
             forward += of_input * inputs
         if not product.gradient_is_written:
             backward += of_gradient * gradients
-        if by_kernels:
-            # once a step: in the mean over micro batches
-            weights = product.groups * product.n * product.k
-            of_weight = GROUP_WEIGHT_CAST.get(recipe.precision.recipe, FP8_CAST)
-            forward += of_weight * weights / shape_of(recipe).micro_batches
-        elif not product.groups:
-            forward += _weight_cast_bytes(recipe, product, cast)
+        # once a step: in the mean over micro batches
+        weights = product.n * product.k / shape_of(recipe).micro_batches
+        if product.groups:
+            forward += casts.of_group_weight * product.groups * weights
+        else:
+            forward += casts.of_weight * weights
         if is_dequantised(recipe, product):
             turned = _dequantised_bytes(product)
             forward += turned.forward
@@ -521,12 +529,33 @@ def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
     return PassBytes(forward, backward)
 
 
-def _weight_cast_bytes(recipe: Recipe, product: Product, cast: float) -> float:
-    """Of turning a dense matrix into fp8, once a step: in the mean over micro batches."""
-    of_number = cast
-    if cast == FP8_CAST and recipe.precision.recipe in ("tensorwise", "delayed"):
-        of_number += LARGEST
-    return of_number * product.n * product.k / shape_of(recipe).micro_batches
+@dataclass(frozen=True)
+class _Casts:
+    """Bytes that a number takes to be turned into fp8."""
+
+    of_rows: float
+    """Of an input or an output's gradient."""
+    columns: float
+    """Those of them that a rank does not move which casts its tokens before others gather them."""
+    of_weight: float
+    of_group_weight: float
+    """Of experts' matrices."""
+
+
+def _casts(recipe: Recipe) -> _Casts:
+    """Of a run in fp8, or none."""
+    name = fp8_recipe(recipe.precision)
+    if name is None:
+        return _Casts(0.0, 0.0, 0.0, 0.0)
+    has_one_scale = name in GRADIENTS_IN_FP8
+    if recipe.kernels.linear == "te":
+        # it computes no experts
+        return _Casts(TE_CAST[name], COLUMNS_BY_CAST * has_one_scale, TE_WEIGHT_CAST[name], 0.0)
+    if recipe.kernels.fp8_cast == "reference":
+        plain = PLAIN_FP8_CAST[name]
+        # turned round behind it
+        return _Casts(plain, COLUMNS_OF_BYTES * has_one_scale, plain, plain)
+    return _Casts(FP8_CAST[name], COLUMNS_BY_CAST * has_one_scale, FP8_WEIGHT_CAST[name], GROUP_WEIGHT_CAST[name])
 
 
 def is_dequantised(recipe: Recipe, product: Product) -> bool:

@@ -1,6 +1,8 @@
-"""What the plan counts of fp8 that is computed operation by operation, against the bytes that its operations move."""
+"""What the plan counts of fp8, against the passes that a layer asks kernels for and, where it is computed operation by
+operation, the bytes that its operations move."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megaspec.estimate.work import DEQUANTISED, PLAIN_FP8_CAST, ROUNDED, SUMMED
-from megaspec.nn.fp8 import BLOCKS
+from megaspec.estimate.work import DEQUANTISED, FP8_CAST, FP8_WEIGHT_CAST, PLAIN_FP8_CAST, ROUNDED, SUMMED
+from megaspec.nn.fp8 import BLOCKS, REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Role
 from megaspec_kernels.fp8_cast import reference as fp8_cast
 from megaspec_kernels.fp8_cast.formats import Block, scale_shape
+from megaspec_kernels.registry import REGISTRY
 from megaspec_kernels.scaled_product.reference import scaled_product
 
 E4M3 = torch.float8_e4m3fn
@@ -92,3 +95,38 @@ def test_the_product(block: Block, into: str | None) -> None:
     found = moved(lambda: scaled_product(a, b, a_scale, b_scale, **blocks, dtype=torch.float32, into=total))
     # the tensor that is added to is read, and what is returned counts once
     assert found == pytest.approx(DEQUANTISED * (M + N) * K + SUMMED * M * N, rel=0.01)
+
+
+class CountedPasses:
+    """Bytes of a number in bf16 that kernels move, which read it once for its scale and once for the cast."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def scale(self, x: Tensor, **rest: Any) -> Tensor:
+        self.total += 2
+        return fp8_cast.scale(x, **rest)
+
+    def cast(self, x: Tensor, scale: Tensor, *, rows: bool = True, columns: bool = False, **rest: Any) -> Any:
+        self.total += 2 + rows + columns
+        return fp8_cast.cast(x, scale, rows=rows, columns=columns, **rest)
+
+
+def passes_of(recipe: str, role: Role) -> int:
+    """Of what a layer quantises in a step that is not its first."""
+    counted = CountedPasses()
+    cast = replace(REGISTRY["fp8_cast"]["reference"], scale=counted.scale, cast=counted.cast)
+    memory = None
+    if recipe == "delayed":
+        memory = Fp8Memory(torch.ones(2), torch.zeros(2), torch.zeros(1, dtype=torch.int64), fresh=frozenset())
+    form = Fp8Form(recipe, "e4m3", 0, cast, scaled_product)
+    layer = Fp8Linear(form, Fp8Shared(is_recording=True), memory=memory)
+    layer.quantise(torch.randn(M, K, dtype=torch.bfloat16), role)
+    return counted.total
+
+
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_passes_of_kernels(recipe: str) -> None:
+    for role in REMEMBERED:
+        assert passes_of(recipe, role) == FP8_CAST[recipe], role
+    assert passes_of(recipe, "weight") == FP8_WEIGHT_CAST[recipe]

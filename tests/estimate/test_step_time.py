@@ -216,17 +216,19 @@ def fp8_parts(*words):
 
 
 @pytest.mark.usefixtures("at_the_tables_clock")
-@pytest.mark.parametrize(("recipe", "bytes_of_element"), [("tensorwise", 79), ("delayed", 111), ("rowwise", 157)])
-def test_a_cast_operation_by_operation_costs_what_its_operations_move(recipe, bytes_of_element):
-    """In place of 4 bytes for each number of an input and of a gradient, and of a weight, whose largest is found in 2
-    more where scales are of whole tensors. Casts reach 0.85 of a copy."""
+@pytest.mark.parametrize(
+    ("recipe", "bytes_of_element", "of_number", "of_weight"),
+    [("tensorwise", 79, 6, 6), ("delayed", 111, 4, 6), ("rowwise", 157, 10, 10), ("blockwise", 182, 10, 6)],
+)
+def test_a_cast_operation_by_operation_costs_what_its_operations_move(recipe, bytes_of_element, of_number, of_weight):
+    """In place of what kernels move of each number of an input and of a gradient, and of a weight; see
+    test_fp8_bytes.py. Casts reach 0.85 of a copy."""
     words = (f"precision.recipe={recipe}", *(f"kernels.{name}=reference" for name in ("norm", "gated", "rope")))
     fast = fp8_parts(*words)
     plain = fp8_parts(*words, "kernels.fp8_cast=reference")
     numbers = 8192 * sum(n + k for n, k in SIZES)
     weights = sum(n * k for n, k in SIZES)
-    of_weight = 4 if recipe == "rowwise" else 6
-    moved = numbers * (bytes_of_element - 4) + weights * (bytes_of_element - of_weight)
+    moved = numbers * (bytes_of_element - of_number) + weights * (bytes_of_element - of_weight)
     more = THROUGHPUT.memory_seconds(14 * moved / 0.85)
     assert plain["element-wise"] - fast["element-wise"] == pytest.approx(more, rel=5e-3)
     assert plain["matrix products"] == fast["matrix products"]
@@ -282,6 +284,48 @@ def test_experts_gradients_are_added_up_by_a_kernel_of_its_own(micro_batches):
     assert summed * micro_batches == weights * (6 * micro_batches + 4 * (micro_batches - 1))
     dense = shaped("llama3_8b_half", global_batch=micro_batches)
     assert not any(part.summed_bytes for part in layer_parts(dense, dense.model.facts.layers[1], in_fp8=False))
+
+
+# Bytes that a weight's sum takes beside its product: it is read, and added to what is read and written behind the first
+# micro batch; with scales of lines it is read and written twice more before.
+SUMMED_APART = {
+    ("delayed", "cublaslt"): (0, 0),
+    ("delayed", "torch"): (12, -4),
+    ("tensorwise", "torch"): (12, -4),
+    ("rowwise", "torch"): (28, -4),
+    ("blockwise", "torch"): (12, -4),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize(("name", "kernel"), SUMMED_APART)
+def test_weight_gradients_of_fp8_that_their_product_does_not_add_up(name, kernel, micro_batches):
+    each, once = SUMMED_APART[name, kernel]
+    words = (f"precision.recipe={name}", f"kernels.scaled_product={kernel}")
+    recipe = shaped("llama3_8b_half", *words, precision="fp8", global_batch=micro_batches)
+    layer = recipe.model.facts.layers[1]
+    weights = sum(n * k for n, k in SIZES)
+    summed = sum(part.summed_bytes for part in layer_parts(recipe, layer, in_fp8=True))
+    assert summed * micro_batches == weights * (each * micro_batches + once)
+    # layers that stay in bf16 add up in their products
+    assert not any(part.summed_bytes for part in layer_parts(recipe, layer, in_fp8=False))
+
+
+def test_of_scales_of_lines_each_rank_casts_its_tokens_twice_and_turns_those_of_all():
+    """Sequence parallel: inputs of products that divide outputs. Gradients are cast by every rank, of all tokens."""
+    words = ("precision.recipe=rowwise", "parallelism.tp=2", "parallelism.sequence_parallel=true")
+    recipe = shaped("llama3_8b_half", *words, precision="fp8", gpus=2)
+    products = []
+    for part in layer_parts(recipe, recipe.model.facts.layers[1], in_fp8=True):
+        products += part.products
+    found = fp8_bytes(recipe, products)
+    # inputs of 4,096 and outputs of the product behind a norm; what a rank has of the factors of the other
+    divides_outputs = [(6144 // 2, 4096), (28672 // 2, 4096)]
+    divides_inputs = [(4096, 4096 // 2), (4096, 14336 // 2)]
+    weights = sum(n * k for n, k in (*divides_outputs, *divides_inputs))
+    forward = sum(10 / 2 * k for _, k in divides_outputs) + sum(10 * k for _, k in divides_inputs)
+    backward = sum(10 * n + 2 * k for n, k in divides_outputs) + sum(10 * n for n, _ in divides_inputs)
+    assert found == (8192 * forward + 10 * weights, 8192 * backward)
 
 
 EXPERTS = "model.moe={n_experts: 8, top_k: 2, d_expert: 1024, d_shared: 2048}"
