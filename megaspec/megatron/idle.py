@@ -29,6 +29,13 @@ GROUPS = (
     ),
     FlagGroup(
         Fate.IDLE,
+        "scales are made anew for each step; by its own help Megatron ignores it",
+        """
+        --fp8-interval text
+        """,
+    ),
+    FlagGroup(
+        Fate.IDLE,
         "permits or names what is the only way here",
         """
         --use-mcore-models, --enable-experimental, --lazy-mpu-init

@@ -309,13 +309,6 @@ GROUPS = (
     ),
     FlagGroup(
         Fate.DETAIL,
-        "--fp8-recipe",
-        """
-        --fp8-margin text, --fp8-interval text, --fp8-amax-history-len text, --fp8-amax-compute-algo text
-        """,
-    ),
-    FlagGroup(
-        Fate.DETAIL,
         "--fp4-format",
         """
         --fp4-recipe text, --fp4-quantizer-factory text

@@ -417,8 +417,8 @@ def _loss_scale(draft: RecipeDraft) -> None:
 def _fp8(draft: RecipeDraft) -> None:
     recipe = draft["--fp8-recipe"]
     remark = ""
-    if recipe in ("delayed", "custom"):
-        draft.lose("--fp8-recipe", "its history, margin and interval are not translated")
+    if recipe == "custom":
+        draft.lose("--fp8-recipe", "what a quantizer factory makes can't be said")
         remark = f"in place of {recipe}, which is lost"
         recipe = "tensorwise"
     if not draft["--bf16"]:
@@ -426,6 +426,7 @@ def _fp8(draft: RecipeDraft) -> None:
     draft.put("precision.kind", "fp8", "--fp8-format", "--bf16")
     draft.put("precision.recipe", recipe, "--fp8-recipe", remark=remark)
     draft.put("precision.format", draft["--fp8-format"], "--fp8-format")
+    _fp8_scales(draft, is_delayed=recipe == "delayed")
     for name, key in (
         ("--num-layers-at-start-in-bf16", "first_layers_bf16"),
         ("--num-layers-at-end-in-bf16", "last_layers_bf16"),
@@ -437,3 +438,24 @@ def _fp8(draft: RecipeDraft) -> None:
             draft.put(f"precision.{key}", 0, "--first-last-layers-bf16")
     if draft["--fp8-param-gather"] and not draft["--use-torch-fsdp2"]:
         draft.put("precision.gather_fp8", True, "--fp8-param-gather")
+
+
+def _fp8_scales(draft: RecipeDraft, *, is_delayed: bool) -> None:
+    """What delayed scales look back at."""
+    length = draft["--fp8-amax-history-len"]
+    margin = draft["--fp8-margin"]
+    looks_at_one = draft["--fp8-amax-compute-algo"] == "most_recent"
+    names = ("--fp8-amax-history-len", "--fp8-amax-compute-algo")
+    if not is_delayed:
+        for name in (*names, "--fp8-margin"):
+            if draft.is_given(name):
+                draft.note(name, "only delayed scales look back")
+        return
+    remark = ""
+    if looks_at_one and length > 1:
+        remark = f"the newest of {length} alone"
+    elif length > 1:
+        # Transformer Engine's history moves with each forward pass
+        remark = "of steps; Megatron's are of micro batches"
+    draft.put("precision.amax_history", 1 if looks_at_one else length, *names, remark=remark)
+    draft.put("precision.margin", margin, "--fp8-margin", ours=0)

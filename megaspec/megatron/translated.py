@@ -123,6 +123,9 @@ _PRECISION = """
 --hysteresis int = 2 -> precision.hysteresis
 --fp8-format e4m3|hybrid -> precision.format
 --fp8-recipe tensorwise|delayed|mxfp8|blockwise|custom = delayed -> precision.recipe
+--fp8-margin int = 0 -> precision.margin
+--fp8-amax-history-len int = 1 -> precision.amax_history
+--fp8-amax-compute-algo most_recent|max = most_recent -> precision.amax_history
 --fp8-param-gather -> precision.gather_fp8
 --first-last-layers-bf16 -> precision.first_layers_bf16
 --num-layers-at-start-in-bf16 int = 1 -> precision.first_layers_bf16

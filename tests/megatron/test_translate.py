@@ -351,7 +351,7 @@ def test_what_the_learning_rate_follows_under_a_schedule_of_the_batch_is_told():
         ("--optimizer sgd", "--weight-decay 0.01 (Megatron's default): with --optimizer sgd"),
         ("--mtp-num-layers 1", "--mtp-num-layers 1: no such layers"),
         ("--embedding-init-method-std 1", "the embedding starts with model.init_std, too"),
-        ("--bf16 --fp8-format hybrid", "--fp8-recipe delayed (Megatron's default)"),
+        ("--bf16 --fp8-format hybrid --fp8-recipe custom", "--fp8-recipe custom: what a quantizer factory makes"),
         ("--reset-attention-mask", "without --reset-position-ids, --eod-mask-loss"),
         ("--load other", "weights are made from the seed"),
         ("--save a --load a --finetune", "weights are made from the seed"),
@@ -393,7 +393,7 @@ def test_another_order_of_samples_is_never_passed_over(kind, capsys):
 
 def test_a_published_command_that_can_not_be_said_lists_all_that_is_lost():
     lost = "\n".join(map(str, draft_of(commands.LLAMA3_8B_FP8).lost))
-    for name in ("--decoupled-lr", "--decoupled-min-lr", "--fp8-recipe delayed"):
+    for name in ("--decoupled-lr", "--decoupled-min-lr"):
         assert name in lost
 
 
@@ -618,9 +618,8 @@ def test_the_file_of_each_splits_data_sets(tmp_path):
 def test_behind_a_key_stands_where_its_value_is_from():
     text = recipe_text(draft_of(SMALL.replace("--data-path", "--train-data-path")))
     assert "split: [1.0, 0.0, 0.0]  # --train-data-path data/x".replace(" data/x", "") in text
-    for recipe in ("", " --fp8-recipe delayed"):
-        text = recipe_text(draft_of(f"{SMALL} {LLAMA} --bf16 --fp8-format hybrid{recipe}"))
-        assert "in place of delayed, which is lost" in text.split("recipe: tensorwise")[1].splitlines()[0]
+    text = recipe_text(draft_of(f"{SMALL} {LLAMA} --bf16 --fp8-format hybrid --fp8-recipe custom"))
+    assert "in place of custom, which is lost" in text.split("recipe: tensorwise")[1].splitlines()[0]
     both = with_schedule("0:8,512:16", more="--train-iters 100 --global-batch-size 16")
     assert "global_batch: 16  # --global-batch-size, --step-batch-size-schedule; Megatron refuses" in recipe_text(
         draft_of(both)
@@ -628,6 +627,35 @@ def test_behind_a_key_stands_where_its_value_is_from():
 
 
 FP8 = f"{SMALL} {LLAMA} --bf16 --fp8-format hybrid"
+
+
+@pytest.mark.parametrize(
+    ("flags", "history", "margin", "remark"),
+    [
+        ("", 1, 0, "Megatron's default"),
+        ("--fp8-recipe delayed --fp8-margin 2", 1, 2, "Megatron's default"),
+        ("--fp8-amax-history-len 16", 1, 0, "--fp8-amax-history-len; the newest of 16 alone"),
+        (
+            "--fp8-amax-history-len 16 --fp8-amax-compute-algo max", 16, 0,
+            "--fp8-amax-history-len, --fp8-amax-compute-algo; of steps; Megatron's are of micro batches",
+        ),
+        ("--fp8-amax-compute-algo max --fp8-interval 3", 1, 0, "--fp8-amax-compute-algo"),
+    ],
+)  # fmt: skip
+def test_delayed_scales_look_back_as_far(flags, history, margin, remark, tmp_path):
+    draft = draft_of(f"{FP8} {flags}")
+    assert draft.lost == []
+    assert draft.remarks["precision.amax_history"] == remark
+    precision = recipe_of(f"{FP8} {flags}", tmp_path).precision
+    assert (precision.recipe, precision.amax_history, precision.margin) == ("delayed", history, margin)
+
+
+def test_other_scales_do_not_look_back():
+    draft = draft_of(f"{FP8} --fp8-recipe tensorwise --fp8-amax-history-len 16 --fp8-margin 2")
+    assert "amax_history" not in draft.content["precision"]
+    assert draft.notes["--fp8-margin"] == draft.notes["--fp8-amax-history-len"] == "only delayed scales look back"
+
+
 PER_SPLIT = SMALL.replace("--data-path", "--train-data-path")
 
 
