@@ -148,6 +148,13 @@ def parse_lengths(raw: bytes, *, where: str, idx_sha256: str) -> LengthsRecord:
         # without the way out for who writes lengths into a recipe
         wrong = first.get("ctx", {}).get("rule", first["msg"])
         raise DataError(f"{where} is not used: damaged: {field}: {wrong}") from error
+    documents = sum(one.documents for one in record.bins)
+    tokens = sum(one.tokens for one in record.bins)
+    if (documents, tokens) != (record.documents, record.tokens):
+        raise DataError(
+            f"{where} is not used: damaged: bins hold {documents:,} documents with {tokens:,} tokens, not "
+            f"{record.documents:,} with {record.tokens:,}"
+        )
     if record.idx_sha256 != idx_sha256:
         raise DataError(
             f"{where} is not used: it has the lengths of other files: idx_sha256={record.idx_sha256[:8]}..., "

@@ -137,6 +137,10 @@ def test_lengths_of_other_files_are_not_used(tmp_path, manifest):
             lambda text: text.replace('"squares": 50000.0', '"squares": 49999.0'),
             "content: a bin whose squares are at least tokens² / documents = 50000",
         ),
+        (
+            lambda text: text.replace('"documents": 20', '"documents": 21', 1),
+            "damaged: bins hold 20 documents with 1,000 tokens, not 21 with 1,000",
+        ),
         (lambda text: text + " " * 2**20, "larger than"),
     ],
 )
