@@ -8,7 +8,18 @@ import pytest
 
 from megaspec.log import console
 from megaspec.log.console import CLEAR_LINE, ConsoleSink, duration, quantity
-from megaspec.log.events import CheckpointSaved, DataLeftOut, EvalDone, RunEnded, RunStarted, Sampled
+from megaspec.log.events import (
+    CheckpointSaved,
+    DataLeftOut,
+    EvalDone,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    StepsProfiled,
+    TimeOfKind,
+)
+from megaspec.log.profile_table import table_lines
+from megaspec.profiling.kinds import KINDS
 from tests.log.events_for_tests import rolled_back, skipped, step_done
 
 
@@ -138,3 +149,18 @@ def test_bad_numbers_are_told_with_what_is_done_about_them():
         "2; the data of steps 10 to 12 is left out, samples 24 to 35",
         "step 9/20  left out: samples 32 to 35",
     ]
+
+
+@pytest.mark.parametrize(
+    ("profiled", "said"),
+    [(1.1, "with it +10.0%, which is the host's time"), (0.8, "with it -20.0%, so steps differ by themselves")],
+)
+def test_what_a_profiler_costs_is_told_where_it_costs_something(profiled, said):
+    nothing = TimeOfKind(0.0, 0.0, 0)
+    event = StepsProfiled(
+        step=5, first_step=5, rank=0, device="cpu", seconds=profiled, accounted=1.0,
+        kinds=dict.fromkeys(KINDS, nothing), largest_other={}, no_plan="none", clock_mhz=None, clock_mhz_lowest=None,
+        clock_mhz_highest=None, power_watts=None, power_limit_watts=None, no_clock="none", unprofiled_seconds=1.0,
+        files=[],
+    )  # fmt: skip
+    assert f"a step without the profiler took 1,000.0 ms: {said}" in list(table_lines(event))
