@@ -6,19 +6,23 @@ launches are forked as well, as those of megaspec_launchers.rank_factory are, wi
 For what has to be shown of a process that begins with nothing, start one.
 """
 
+import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.ranks import forks
 
 ROOT = Path(__file__).parents[1]
+CLIENT = Path(__file__).with_name("warm_client.py")
 
 
 def warm_command(
@@ -35,12 +39,84 @@ def warm_script(
     return _in_process(_script, text, list(words), cwd=cwd, env=env, timeout=timeout)
 
 
+@contextmanager
+def warm_program() -> Iterator[str]:
+    """A command for shells that is `python -P -m megaspec`: a process that asks another for a warm one, hands on its
+    files, its environment and what it is sent, and ends as that one ends."""
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
+        place = str(Path(folder) / "socket")
+        server = forks().Process(target=_listen, args=(place, _search_path({})), daemon=False)
+        server.start()
+        while not os.path.exists(place):
+            server.join(0.01)
+            assert server.exitcode is None
+        try:
+            yield f"{sys.executable} -I -S {CLIENT} {place}"
+        finally:
+            server.kill()
+            server.join()
+
+
+def _listen(place: str, path: list[str]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{place}.new")
+        listening.listen()
+        os.rename(f"{place}.new", place)
+        while True:
+            asked, _ = listening.accept()
+            if os.fork() == 0:
+                listening.close()
+                _answer(asked, path)
+            asked.close()
+
+
+def _answer(asked: socket.socket, path: list[str]) -> NoReturn:
+    """Begins the command that a client asks for, and watches over it: it ends with its client."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, files, _, _ = socket.recv_fds(asked, 8, 3)
+    data = b""
+    while len(data) < int(size):
+        data += asked.recv(1 << 16)
+    words, cwd, env = json.loads(data)
+    named = [one for one in env.get("PYTHONPATH", "").split(os.pathsep) if one]
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        asked.close()
+        places = (cwd, env, [*named, *path], dict(enumerate(files)))
+        _begin(places, _command, (words,))
+    for fd in files:
+        os.close(fd)
+    with selectors.DefaultSelector() as selector:
+        ended = os.pidfd_open(pid)
+        selector.register(ended, selectors.EVENT_READ)
+        selector.register(asked, selectors.EVENT_READ)
+        while True:
+            ready = [key.fd for key, _ in selector.select()]
+            if ended in ready:
+                break
+            sent = asked.recv(64)
+            if not sent:
+                os.kill(pid, signal.SIGKILL)
+                selector.unregister(asked)
+            for number in sent:
+                os.kill(pid, number)
+    _, status = os.waitpid(pid, 0)
+    try:
+        asked.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+    except OSError:
+        # it was killed
+        pass
+    os._exit(0)
+
+
 def _in_process(
     task: Any, *arguments: Any, cwd: Path, env: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess:
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        places = (str(cwd), dict(env), _search_path(env), str(out), str(err))
+        places = (str(cwd), dict(env), _search_path(env), {1: str(out), 2: str(err)})
         process = forks().Process(target=_begin, args=(places, task, arguments))
         process.start()
         process.join(timeout)
@@ -65,15 +141,20 @@ def _begin(places: tuple, task: Any, arguments: tuple) -> NoReturn:
 
     from megaspec_launchers.rank_factory import RankFactory
 
-    cwd, env, path, out, err = places
+    cwd, env, path, files = places
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     sys.path[:] = path
-    for number, name in ((1, out), (2, err)):
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number, file in files.items():
+        fd = file
+        if isinstance(file, str):
+            fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(fd, number)
         os.close(fd)
+    # those of the server know whether its own files can be sought in
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     RankFactory.open = _open_by_fork
@@ -147,8 +228,10 @@ def _open_by_fork(factory: Any) -> None:
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        ours.close()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        # a process that is started has no files of this one
+        os.closerange(3, theirs.fileno())
+        os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         os.environ.setdefault("OMP_NUM_THREADS", str(factory._threads))
         os.environ.update(loopback_variables())
         signal.pthread_sigmask(signal.SIG_BLOCK, rank_server.HELD_BACK)
