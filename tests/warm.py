@@ -123,7 +123,9 @@ def _in_process(
         if process.is_alive():
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired([str(one) for one in arguments], timeout, out.read_bytes(), err.read_bytes())
+            raise subprocess.TimeoutExpired(
+                [str(one) for one in arguments], timeout, out.read_bytes(), err.read_bytes()
+            )
         said, told = out.read_text(errors="replace"), err.read_text(errors="replace")
         return subprocess.CompletedProcess([str(one) for one in arguments], process.exitcode, said, told)
 

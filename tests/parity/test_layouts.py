@@ -59,7 +59,7 @@ def test_bf16_is_as_close_to_the_truth_as_one_rank_in_bf16(pool: RankPool, case:
 
 
 def test_fp16_with_a_loss_scale_too(pool: RankPool, tell: Tell) -> None:
-    case = Case(tp=2, dp=2, sequence=True, accumulate=3, mask="uneven", kv_heads=1, optimizer="sgd", scale=256.0)
+    case = Case(tp=2, sequence=True, accumulate=3, mask="uneven", kv_heads=1, optimizer="sgd", scale=256.0)
     check_low(pool, case, tell, precision="fp16")
 
 
