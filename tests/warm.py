@@ -6,6 +6,7 @@ launches are forked as well, as those of megaspec_launchers.rank_factory are, wi
 For what has to be shown of a process that begins with nothing, start one.
 """
 
+import io
 import json
 import os
 import selectors
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,11 +104,9 @@ def _answer(asked: socket.socket, path: list[str]) -> NoReturn:
             for number in sent:
                 os.kill(pid, number)
     _, status = os.waitpid(pid, 0)
-    try:
+    # a client that was killed asks for nothing more
+    with suppress(OSError):
         asked.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-    except OSError:
-        # it was killed
-        pass
     os._exit(0)
 
 
@@ -155,8 +154,8 @@ def _begin(places: tuple, task: Any, arguments: tuple) -> NoReturn:
         os.dup2(fd, number)
         os.close(fd)
     # those of the server know whether its own files can be sought in
-    sys.stdout = open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), errors="backslashreplace", write_through=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     RankFactory.open = _open_by_fork

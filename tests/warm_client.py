@@ -1,5 +1,5 @@
-"""The client of warm.py's warm_program: `python -I -S warm_client.py SOCKET WORDS`. It imports little, so that it starts
-at once."""
+"""The client of warm.py's warm_program: `python -I -S warm_client.py SOCKET WORDS`. It imports little, and so starts at
+once."""
 
 import json
 import os
