@@ -9,17 +9,24 @@ For what has to be shown of a process that begins with nothing, start one.
 import io
 import json
 import os
+import runpy
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from megaspec.launcher.loopback import loopback_variables
+from megaspec_launchers import rank_server
+from megaspec_launchers.rank_factory import RankFactory
 from tests.ranks import forks
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +45,94 @@ def warm_script(
 ) -> subprocess.CompletedProcess:
     """`python -P -c TEXT WORDS`."""
     return _in_process(_script, text, list(words), cwd=cwd, env=env, timeout=timeout)
+
+
+class WarmFactory(RankFactory):
+    """Forks ranks of a process that is forked itself, from the server of these tests."""
+
+    def open(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        ours, theirs = socket.socketpair()
+        environment = {"OMP_NUM_THREADS": str(self._threads)} | dict(os.environ) | loopback_variables()
+        process = forks().Process(target=_serve_ranks, args=(theirs, environment))
+        process.start()
+        theirs.close()
+        self._process = _Watched(process)
+        self._socket = ours
+        path = [os.path.abspath(one) for one in sys.path if one]
+        self._send({"do": "prepare", "path": path, "modules": self._modules})
+
+
+def rank_servers_are_forks() -> None:
+    """From now on the launchers of this process, which is warm, need not start one."""
+    RankFactory.open = _open_by_fork
+
+
+class _Watched:
+    """A process of multiprocessing, of subprocess.Popen what is asked for here."""
+
+    def __init__(self, process: Any):
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a fork", timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class WarmProcess(_Watched):
+    """A process under way, in a session of its own; of subprocess.Popen what tests ask for that send it signals.
+
+    `file`: a script, `python -P FILE WORDS`; without one, `python -P -m megaspec WORDS`. The processes that a
+    supervisor starts for its attempts are forks of it.
+    """
+
+    def __init__(self, words: Sequence[str], *, env: Mapping[str, str], file: Path | None = None):
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        self._said = Path(self._folder.name) / "err"
+        places = (os.getcwd(), dict(env), _search_path(env), {1: os.devnull, 2: str(self._said)})
+        task: Callable[..., int] = _command
+        arguments: tuple = (list(words),)
+        if file is not None:
+            task = _file
+            arguments = (str(file), *arguments)
+        super().__init__(forks().Process(target=_in_session, args=(places, task, arguments)))
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def stderr(self) -> io.StringIO:
+        """What it has written so far."""
+        if not self._said.exists():
+            return io.StringIO()
+        return io.StringIO(self._said.read_text(errors="replace"))
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+        self.wait(timeout)
+        return None, self.stderr.read()
 
 
 @contextmanager
@@ -136,16 +231,21 @@ def _search_path(env: Mapping[str, str]) -> list[str]:
     return [*named, *(one for one in sys.path if os.path.realpath(one) not in ours)]
 
 
+def _in_session(places: tuple, task: Any, arguments: tuple) -> NoReturn:
+    os.setsid()
+    _begin(places, task, arguments)
+
+
 def _begin(places: tuple, task: Any, arguments: tuple) -> NoReturn:
     """Makes of a fork what was asked for, and ends it as the interpreter would."""
     import torch
-
-    from megaspec_launchers.rank_factory import RankFactory
 
     cwd, env, path, files = places
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    # it may have been asked for, with another environment
+    tempfile.tempdir = None
     sys.path[:] = path
     for number, file in files.items():
         fd = file
@@ -158,10 +258,15 @@ def _begin(places: tuple, task: Any, arguments: tuple) -> NoReturn:
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), errors="backslashreplace", write_through=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
-    RankFactory.open = _open_by_fork
-    code = 1
+    rank_servers_are_forks()
+    _finish(task, *arguments)
+
+
+def _finish(task: Callable[..., Any], *arguments: Any, **more: Any) -> NoReturn:
+    """Does it, and ends this process as the interpreter would."""
+    code: Any = 1
     try:
-        code = task(*arguments)
+        code = task(*arguments, **more)
     except SystemExit as error:
         code = error.code
     except BaseException:
@@ -169,10 +274,8 @@ def _begin(places: tuple, task: Any, arguments: tuple) -> NoReturn:
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
-    _leave(code or 0)
-
-
-def _leave(code: int) -> NoReturn:
+    if not isinstance(code, int):
+        code = 0
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -191,8 +294,57 @@ def _script(text: str, words: list[str]) -> int:
     return 0
 
 
+def _file(file: str, words: list[str]) -> int:
+    from megaspec_launchers import attempt_process
+
+    attempt_process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _start_by_fork})
+    sys.argv = [file, *words]
+    runpy.run_path(file, run_name="__main__")
+    return 0
+
+
+def _start_by_fork(
+    command: Sequence[str],
+    *,
+    pass_fds: Sequence[int],
+    stdin: int,
+    start_new_session: bool,
+    env: Mapping[str, str],
+    preexec_fn: Callable[[], None],
+) -> "_Fork":
+    """Of subprocess.Popen what an AttemptProcess asks for: a module of the project, `python -P -m MODULE WORDS`."""
+    assert (stdin, start_new_session) == (subprocess.DEVNULL, True)
+    _, _, _, module, *words = command
+    # what this one is sent from here on is the other's
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    pid = os.fork()
+    if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return _Fork(pid)
+    os.setsid()
+    preexec_fn()
+    _keep_files(*pass_fds)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = [module, *words]
+    _finish(runpy.run_module, module, run_name="__main__", alter_sys=True)
+
+
+def _keep_files(*fds: int) -> None:
+    """Closes all others of this process but for its output, as in a process that is started."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    kept = sorted({0, 1, 2, *fds})
+    for this, after in pairwise([*kept, os.sysconf("SC_OPEN_MAX")]):
+        os.closerange(this + 1, after)
+
+
 class _Fork:
-    """Of subprocess.Popen what a RankFactory asks for."""
+    """Of subprocess.Popen what a RankFactory and an AttemptProcess ask for."""
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -206,22 +358,37 @@ class _Fork:
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """As long as it takes: `timeout` is there for a server that is stopped, which no test of these does."""
-        if self._code is None:
-            _, status = os.waitpid(self.pid, 0)
-            self._code = os.waitstatus_to_exitcode(status)
-        return self._code
+        end = None
+        if timeout is not None:
+            end = time.monotonic() + timeout
+        while self.poll() is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.005)
+        return self.poll()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
+
+
+def _serve_ranks(control: socket.socket, env: dict[str, str]) -> NoReturn:
+    """What rank_server.py does as a process of its own."""
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    tempfile.tempdir = None
+    signal.pthread_sigmask(signal.SIG_BLOCK, rank_server.HELD_BACK)
+    job = rank_server.serve(control)
+    rank_server.leave(0 if job is None else rank_server.run(job))
 
 
 def _open_by_fork(factory: Any) -> None:
     """RankFactory.open, with a fork of this process in the place of a server that is started."""
-    from megaspec.launcher.loopback import loopback_variables
-    from megaspec_launchers import rank_server
-
     if factory._process is not None and factory._process.poll() is None:
         return
     factory.close()
@@ -229,15 +396,8 @@ def _open_by_fork(factory: Any) -> None:
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        # a process that is started has no files of this one
-        os.closerange(3, theirs.fileno())
-        os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-        os.environ.setdefault("OMP_NUM_THREADS", str(factory._threads))
-        os.environ.update(loopback_variables())
-        signal.pthread_sigmask(signal.SIG_BLOCK, rank_server.HELD_BACK)
-        job = rank_server.serve(theirs)
-        rank_server.leave(0 if job is None else rank_server.run(job))
+        _keep_files(theirs.fileno())
+        _serve_ranks(theirs, {"OMP_NUM_THREADS": str(factory._threads)} | dict(os.environ) | loopback_variables())
     theirs.close()
     factory._process = _Fork(pid)
     factory._socket = ours

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -26,18 +24,13 @@ from tests.faults.supervised import plan_faults, supervised, wait_until
 from tests.faults.test_stop import ROOT, wait_for_step
 from tests.faults.test_supervise import FAST, a_recipe, weights_of
 from tests.small_disks import empty, fill, small_disk
+from tests.warm import WarmProcess
 
 
 def test_a_second_job_is_refused_at_once_and_told_who_has_the_folder(tmp_path, capsys):
     run = make_run(tmp_path / "run", recipe(steps=5000))
     path = os.pathsep.join(str(ROOT / p) for p in (".", "kernels", "launchers"))
-    first = subprocess.Popen(
-        [sys.executable, "-P", "-m", "megaspec.cli", "resume", str(run)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    first = WarmProcess(["resume", str(run)], env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     try:
         wait_for_step(run, first)
         before = (run / "spec.json").read_bytes()
