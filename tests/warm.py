@@ -28,6 +28,7 @@ from megaspec.launcher.loopback import loopback_variables
 from megaspec_launchers import rank_server
 from megaspec_launchers.rank_factory import RankFactory
 from tests.ranks import forks
+from tests.source_patch import Patch, install
 
 ROOT = Path(__file__).parents[1]
 CLIENT = Path(__file__).with_name("warm_client.py")
@@ -48,7 +49,12 @@ def warm_script(
 
 
 class WarmFactory(RankFactory):
-    """Forks ranks of a process that is forked itself, from the server of these tests."""
+    """Forks ranks of a process that is forked itself, from the server of these tests. `patches` change the source of
+    the project there."""
+
+    def __init__(self, *arguments: Any, patches: Sequence[Patch] = (), **more: Any):
+        super().__init__(*arguments, **more)
+        self._patches = tuple(patches)
 
     def open(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -56,7 +62,7 @@ class WarmFactory(RankFactory):
         self.close()
         ours, theirs = socket.socketpair()
         environment = {"OMP_NUM_THREADS": str(self._threads)} | dict(os.environ) | loopback_variables()
-        process = forks().Process(target=_serve_ranks, args=(theirs, environment))
+        process = forks().Process(target=_serve_ranks, args=(theirs, environment, self._patches))
         process.start()
         theirs.close()
         self._process = _Watched(process)
@@ -375,8 +381,9 @@ class _Fork:
         self.send_signal(signal.SIGKILL)
 
 
-def _serve_ranks(control: socket.socket, env: dict[str, str]) -> NoReturn:
+def _serve_ranks(control: socket.socket, env: dict[str, str], patches: Sequence[Patch] = ()) -> NoReturn:
     """What rank_server.py does as a process of its own."""
+    install(patches)
     if os.getsid(0) != os.getpid():
         os.setsid()
     os.environ.clear()
