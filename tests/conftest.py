@@ -11,7 +11,7 @@ import pytest
 from megaspec.estimate.target import gpu_identifiers
 from megaspec_launchers.local import PRELOADED, launch
 from tests.ranks import RankPool
-from tests.warm import WarmFactory
+from tests.warm import WarmFactory, warm_point
 
 Tell = Callable[[str], None]
 _PROPERTY = "tell"
@@ -66,9 +66,11 @@ def warm_launches(_warm_process: WarmFactory, monkeypatch: pytest.MonkeyPatch) -
     """
     # a second of imports, which few tests need
     from megaspec.commands import bench_step, evaluate, generate, starting, verify
+    from megaspec.sweep import child
 
     for command in (bench_step, evaluate, generate, starting):
         monkeypatch.setattr(command, "launch", partial(launch, factory=_warm_process))
+    monkeypatch.setattr(child, "start", warm_point)
     monkeypatch.setattr(verify, "RankFactory", lambda *_, **__: nullcontext(_warm_process))
 
 

@@ -110,13 +110,18 @@ class WarmProcess(_Watched):
     """A process under way, in a session of its own; of subprocess.Popen what tests ask for that send it signals.
 
     `file`: a script, `python -P FILE WORDS`; without one, `python -P -m megaspec WORDS`. The processes that a
-    supervisor starts for its attempts are forks of it.
+    supervisor starts for its attempts are forks of it. `log`: the end of this file gets all that it writes.
     """
 
-    def __init__(self, words: Sequence[str], *, env: Mapping[str, str], file: Path | None = None):
+    def __init__(
+        self, words: Sequence[str], *, env: Mapping[str, str], file: Path | None = None, log: Path | None = None
+    ):
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         self._said = Path(self._folder.name) / "err"
-        places = (os.getcwd(), dict(env), _search_path(env), {1: os.devnull, 2: str(self._said)})
+        files = {1: os.devnull, 2: str(self._said)}
+        if log is not None:
+            files = {1: str(log), 2: str(log)}
+        places = (os.getcwd(), dict(env), _search_path(env), files)
         task: Callable[..., int] = _command
         arguments: tuple = (list(words),)
         if file is not None:
@@ -139,6 +144,19 @@ class WarmProcess(_Watched):
     def communicate(self, timeout: float | None = None) -> tuple[None, str]:
         self.wait(timeout)
         return None, self.stderr.read()
+
+
+def warm_point(
+    run: Path, log: Path, *, gpus: Sequence[str], threads: int | None, words: Sequence[str] = ()
+) -> WarmProcess:
+    """In the place of megaspec.sweep.child.start."""
+    environment = dict(os.environ)
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if threads is not None:
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(one) for one in sys.path if one)
+    return WarmProcess(["resume", str(run), *words], env=environment, log=log)
 
 
 @contextmanager
