@@ -22,8 +22,16 @@ def weights_are_finite(folder):
         return reader.step, all(bool(reader.read(n).isfinite().all()) for n in reader.names() if "rng/" not in n)
 
 
-@pytest.mark.parametrize("layout", [TP, DP], ids=["tp2", "dp2"])
-@pytest.mark.parametrize("on", [0, 1])
+# each layout and each rank once by default
+@pytest.mark.parametrize(
+    ("layout", "on"),
+    [
+        pytest.param(TP, 0, id="tp2-0"),
+        pytest.param(DP, 1, id="dp2-1"),
+        pytest.param(TP, 1, id="tp2-1", marks=pytest.mark.slow),
+        pytest.param(DP, 0, id="dp2-0", marks=pytest.mark.slow),
+    ],
+)
 def test_a_weight(layout, on, tmp_path, factory, capfd):
     run = make_run(tmp_path / "run", {**layout, "checkpoint.every": 2, "train.steps": 9})
     fault = {"on": on, "what": f"weight:{WEIGHT}", "step": 6}
