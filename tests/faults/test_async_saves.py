@@ -141,7 +141,7 @@ def test_a_request_to_stop_waits_for_what_is_being_written(tmp_path, factory, un
     assert_same(run, undisturbed[2])
 
 
-@pytest.mark.parametrize("saving", ["blocking", "async"])
+@pytest.mark.parametrize("saving", [pytest.param("blocking", marks=pytest.mark.slow), "async"])
 def test_the_best_stay(tmp_path, factory, saving):
     """Through a stop as well: what was evaluated before it is known after it."""
     changes = {"keep": 1, "keep_best": 2, "keep_every": 8, "saving": saving}
@@ -171,12 +171,12 @@ def test_copies_follow_the_run_folder(tmp_path, factory, undisturbed, capfd):
     assert Remote(copies).steps()[-1] == 24
 
 
-# each once by default, each with each in the slow set
+# the two that are hardest to go on from by default, each with each in the slow set
 @pytest.mark.parametrize(
     ("saving", "point"),
     [
-        ("blocking", "before_remote_delete"),
         ("async", "mid_remote_delete"),
+        pytest.param("blocking", "before_remote_delete", marks=pytest.mark.slow),
         pytest.param("blocking", "mid_remote_delete", marks=pytest.mark.slow),
         pytest.param("async", "before_remote_delete", marks=pytest.mark.slow),
     ],

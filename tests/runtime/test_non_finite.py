@@ -93,7 +93,7 @@ def test_the_first_gradient_of_the_backward_pass_is_named(tmp_path, pool):
 FP16 = {"kind": "fp16", "growth_interval": 1000, "hysteresis": 1}
 
 
-@pytest.mark.parametrize("optim", ["adamw", "sgd"])
+@pytest.mark.parametrize("optim", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_a_loss_scale_that_is_too_high_costs_steps_and_changes_nothing(optim, tmp_path, pool):
     changes = {"precision": FP16 | {"initial_scale": 2.0**30}, "optim.kind": optim, "checkpoint.every": 1, **TP}
     made = spec({**changes, "train.steps": 20})

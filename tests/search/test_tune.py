@@ -227,7 +227,7 @@ def test_auto_of_experts_searches_their_layouts_too():
     ("names", "gpus", "n_layouts"),
     [
         (("llama8b_two_h200",), 2, 6),
-        (("dimensions_four_h200", "divided_four_h200", "tuned_four_h200"), 4, 16),
+        pytest.param(("dimensions_four_h200", "divided_four_h200", "tuned_four_h200"), 4, 16, marks=pytest.mark.slow),
     ],
     ids=["2", "4"],
 )
