@@ -10,8 +10,8 @@ import pytest
 
 from megaspec.estimate.target import gpu_identifiers
 from megaspec_launchers.local import PRELOADED, launch
-from megaspec_launchers.rank_factory import RankFactory
 from tests.ranks import RankPool
+from tests.warm import WarmFactory, warm_point
 
 Tell = Callable[[str], None]
 _PROPERTY = "tell"
@@ -49,8 +49,8 @@ def gpu_pool() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def _warm_process() -> Iterator[RankFactory]:
-    with RankFactory((*PRELOADED, launch.__kwdefaults__["entry"].partition(":")[0])) as made:
+def _warm_process() -> Iterator[WarmFactory]:
+    with WarmFactory((*PRELOADED, launch.__kwdefaults__["entry"].partition(":")[0])) as made:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("CUDA_VISIBLE_DEVICES", "")
             environment.delenv("RANK", raising=False)
@@ -59,16 +59,18 @@ def _warm_process() -> Iterator[RankFactory]:
 
 
 @pytest.fixture
-def warm_launches(_warm_process: RankFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def warm_launches(_warm_process: WarmFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that are run in this process take their ranks from one process, instead of loading torch for each.
 
     For tests that set nothing in the environment: ranks have that of the session, without GPUs.
     """
     # a second of imports, which few tests need
     from megaspec.commands import bench_step, evaluate, generate, starting, verify
+    from megaspec.sweep import child
 
     for command in (bench_step, evaluate, generate, starting):
         monkeypatch.setattr(command, "launch", partial(launch, factory=_warm_process))
+    monkeypatch.setattr(child, "start", warm_point)
     monkeypatch.setattr(verify, "RankFactory", lambda *_, **__: nullcontext(_warm_process))
 
 

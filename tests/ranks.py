@@ -27,6 +27,7 @@ from tests.source_patch import PROJECT, Patch, forget_project, install
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pydantic", "safetensors.torch", "pytest"]
 # What takes most of a rank's first second otherwise; nothing of it has run when a rank is forked.
 PRELOAD += ["tokenizers", "megaspec.spec", "megaspec.verify.parity", "megaspec.checkpoint.store"]
+PRELOAD += ["megaspec.cli", "megaspec.commands.starting", "megaspec.runtime.rank"]
 COMPILER = "torch._inductor.compile_fx"
 """Four seconds of each rank that compiles something."""
 

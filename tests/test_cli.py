@@ -399,7 +399,11 @@ def test_ranks_that_torchrun_started_train_one_run(tmp_path):
     assert (run.spec.world_size, newest_step(run.folder)) == (2, 2)
     assert done.stdout.count("\ndecided  ") == 1
     failing = subprocess.run(
-        command.replace("'train.steps=2'", "optim.lrr=1"), shell=True, env=environment, capture_output=True, text=True
+        command.replace("'train.steps=2'", "optim.lrr=1").replace("--nproc-per-node 2", "--nproc-per-node 1"),
+        shell=True,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert failing.returncode != 0
     assert failing.stderr.count("did you mean lr?") >= 1

@@ -12,6 +12,7 @@ import pytest
 
 from megaspec.cli import main
 from tests.test_readme import ENVIRONMENT, FIRST_HOUR, ROOT, Command, assert_shown
+from tests.warm import warm_program
 
 MAKE_TRAIN = (
     "data.split=[1,0,0]",
@@ -38,12 +39,19 @@ def steps(page: Path) -> Iterator[Command]:
 
 
 @pytest.fixture
-def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_launches: None) -> Path:
+def program() -> Iterator[str]:
+    """Commands of the page are in processes of their own, which need not load everything first."""
+    with warm_program() as command:
+        yield command
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_launches: None, program: str) -> Path:
     """A folder as `make train` leaves it, with less text and fewer steps: .venv, data/hello, runs/hello."""
     programs = tmp_path / ".venv/bin"
     programs.mkdir(parents=True)
     (tmp_path / "recipes").mkdir()
-    (programs / "megaspec").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m megaspec "$@"\n')
+    (programs / "megaspec").write_text(f'#!/bin/sh\nexec {program} "$@"\n')
     (programs / "megaspec").chmod(0o755)
     (programs / "python").symlink_to(sys.executable)
     (programs / "activate").write_text(f'export PATH="{programs}:$PATH"\n')

@@ -10,6 +10,7 @@ from megaspec.cli import main
 from megaspec.data.indexed import read_lengths
 from megaspec.data.indices import split_bounds
 from megaspec.run_folder import read_run
+from tests.short_corpus import shorten
 
 pytestmark = pytest.mark.usefixtures("warm_launches")
 
@@ -34,6 +35,7 @@ def train(*overrides: str) -> list[dict]:
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
+    shorten(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RANK", raising=False)

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from tests.benchmarks import tables
 from tests.hf.folders import small_folder
 from tests.short_corpus import shorten
 from tests.test_sources import tracked
+from tests.warm import warm_command, warm_script
 
 ROOT = Path(__file__).parents[1]
 TOPS = ("conf", "recipes", "megaspec", "kernels", "launchers", "tests")
@@ -196,7 +196,10 @@ def run(words: list[str]) -> int:
     """The exit code of a command. What a plug-in adds to the language stays, so it runs in a process of its own."""
     if "--plugin" not in words:
         return main(words)
-    return subprocess.run([sys.executable, "-P", "-m", "megaspec", *words], env=ENVIRONMENT).returncode
+    done = warm_command(words, cwd=Path.cwd(), env=ENVIRONMENT)
+    print(done.stdout, end="", flush=True)
+    print(done.stderr, end="", file=sys.stderr, flush=True)
+    return done.returncode
 
 
 def assert_shown(command: Command, printed: str) -> None:
@@ -258,7 +261,7 @@ def hold_named(command: Command) -> None:
 def script_options(script: Path) -> set[str]:
     """The options of a benchmark, with those of the one whose parser it extends."""
     text = script.read_text()
-    found = set(re.findall(r"add_argument\(\"(--[\w-]+)", text))
+    found = set(re.findall(r"add_argument\(\s*\"(--[\w-]+)", text))
     if "bench_train.parser()" in text:
         found |= script_options(script.parent / "bench_train.py")
     return found
@@ -309,14 +312,8 @@ def test_targets_of_the_makefile_exist():
 def test_the_loop_of_ones_own_is_short_and_trains(tmp_path):
     loop, weights = blocks(ROOT / "megaspec/README.md", "python")
     assert len(loop.splitlines()) <= 40
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", loop + weights],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = warm_script(loop + weights, cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 20
     assert losses[-1] < 0.6 * losses[0]

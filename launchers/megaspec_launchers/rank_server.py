@@ -100,8 +100,11 @@ def serve(control: socket.socket) -> Job | None:
 
 def _prepare(path: list[str], modules: list[str]) -> None:
     sys.path[:] = path
+    # what imports make stays: looking through it again and again for garbage takes a sixth of their time
+    gc.disable()
     for module in modules:
         importlib.import_module(module)
+    gc.enable()
     assert threading.active_count() == 1, f"{modules} left threads running, which a fork would lose"
     torch = sys.modules.get("torch")
     assert torch is None or not torch.cuda.is_initialized(), f"{modules} opened the GPU, which no fork could use again"

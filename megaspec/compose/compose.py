@@ -90,7 +90,7 @@ def recompose(
     saved: Mapping[str, Any], label: str, overrides: Sequence[str] = (), config_dirs: Sequence[str | Path] = ()
 ) -> Composed:
     """Overrides on a recipe that was composed before and kept as JSON; `label` names it in origins."""
-    search = SearchPath(config_dirs)
+    search = search_path(config_dirs)
     problems: list[Problem] = []
     chosen, values = _split(search, _parse(overrides), problems)
     if problems:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -133,10 +134,22 @@ class SearchPath:
 
 
 def search_path(config_dirs: Sequence[str | Path] | SearchPath) -> SearchPath:
-    """Of these folders; one that is made already stays, with the files that it has read."""
+    """Of these folders; one that is made already stays, with the files that it has read.
+
+    Where only what ships is looked through, which does not change, it is the same one each time.
+    """
     if isinstance(config_dirs, SearchPath):
         return config_dirs
-    return SearchPath(config_dirs)
+    own = Path("recipes")
+    if config_dirs or (own.exists() and own.resolve() != recipes_dir().resolve()):
+        return SearchPath(config_dirs)
+    return _shipped(conf_dir(), recipes_dir(), _label(conf_dir()), _label(recipes_dir()))
+
+
+@lru_cache(maxsize=4)
+def _shipped(*_: Path | str) -> SearchPath:
+    """Told apart by where it lies, and by how messages name that from the working folder."""
+    return SearchPath()
 
 
 def _ambiguous(config_path: str, found: Sequence[Path]) -> Problem:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from megaspec.cli import parse
 from megaspec.commands.tune import find, layout_of
@@ -9,7 +10,7 @@ from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.target import Target
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
-from megaspec.search.tune import Candidate
+from megaspec.search.tune import Candidate, Found
 from megaspec_kernels.catalog import CATALOG
 from tests.benchmarks import bench_layouts, bench_train
 
@@ -187,6 +188,7 @@ def more_pipelines() -> Work:
     return Work("pipelines_more", "8B, pp 4, more divisions", tuple(runs), FOUR, 2, 5)
 
 
+@cache
 def planned_stages(schedule: str) -> str:
     """What each stage holds where the plan divides the layers, in the words that Megatron-core has as well."""
     text = f"pp=4 {schedule} pipeline.layout=auto"
@@ -236,8 +238,7 @@ TUNED = {8: (2, 5), 64: (1, 2), 512: (1, 1)}
 
 def tuned_works(sequences: int, *, top: int, skip: int = 0, hardware: str = "h200") -> Iterator[Work]:
     """What `megaspec tune` names for Llama-3-8B on four GPUs, from `skip` on to the `top`-th."""
-    words = ["tune", "recipe=llama3_8b", f"hardware={hardware}", f"gpus={FOUR}", f"train.global_batch={sequences}"]
-    found = find(parse([*words, "--trainable", "--top", str(top)])).found
+    found = tuned(sequences, top=top, hardware=hardware)
     # a step of 512 sequences takes a minute and a half: what compiles and connects needs only a few of them
     few = ("--warmup-accum", "8") if sequences >= 512 else ()
     runs = []
@@ -256,6 +257,13 @@ def tuned_works(sequences: int, *, top: int, skip: int = 0, hardware: str = "h20
     warmup, steps = TUNED[sequences]
     name = f"8B, {sequences} sequences, what tune names"
     yield Work(f"tune{sequences}", name, tuple(runs), FOUR, warmup, steps, is_tuned=True)
+
+
+@cache
+def tuned(sequences: int, *, top: int, hardware: str) -> Found:
+    """What the search finds, which takes seconds."""
+    words = ["tune", "recipe=llama3_8b", f"hardware={hardware}", f"gpus={FOUR}", f"train.global_batch={sequences}"]
+    return find(parse([*words, "--trainable", "--top", str(top)])).found
 
 
 def layout_words(candidate: Candidate) -> str:

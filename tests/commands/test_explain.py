@@ -197,8 +197,8 @@ def test_units(path, unit):
 
 
 def test_every_key_can_be_explained():
-    for one in FIELDS:
-        assert list(explain_key(one.path.replace(ENTRY, "0"), None)), one.path
+    for path in dict.fromkeys(one.path for one in FIELDS):
+        assert list(explain_key(path.replace(ENTRY, "0"), None)), path
 
 
 @pytest.mark.parametrize("code", RULES)

@@ -1,7 +1,7 @@
 """`megaspec verify`: layouts are equal to one rank, and one with a bug is told by parameter, layer and rank."""
 
 import json
-import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from megaspec.commands import verify
 from megaspec.estimate.target import detect_target
 from tests.resolve.test_fuzz import NAMES
 from tests.source_patch import Patch, check
+from tests.warm import WarmFactory
 
 ROOT = Path(__file__).parents[2]
 # Of gradients of norms, whose tokens tp ranks share out, rank 1 gets more than the sum.
@@ -38,14 +39,10 @@ def in_a_folder(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, patch: Patch) -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, patch: Patch) -> None:
     """From now on ranks are started with a bug."""
     check(patch)
-    folder.mkdir()
-    lines = ["import sys", f"sys.path.insert(0, {str(ROOT)!r})", "from tests.source_patch import Patch, install"]
-    (folder / "sitecustomize.py").write_text("\n".join([*lines, f"install(({patch!r},))", ""]))
-    paths = [str(folder), *(str(ROOT / room) for room in ("", "kernels", "launchers"))]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setattr(verify, "RankFactory", partial(WarmFactory, patches=(patch,)))
 
 
 @pytest.mark.usefixtures("warm_launches")
@@ -107,8 +104,8 @@ def test_torchrun_is_refused(capsys, monkeypatch):
     assert "without torchrun" in capsys.readouterr().err
 
 
-def test_a_bug_is_told_by_parameter_layer_and_rank(capsys, monkeypatch, tmp_path):
-    plant(monkeypatch, tmp_path / "planted", ONE_RANK)
+def test_a_bug_is_told_by_parameter_layer_and_rank(capsys, monkeypatch):
+    plant(monkeypatch, ONE_RANK)
     assert main(["verify", "recipe=hello", "gpus=2", "parallelism.tp=2"]) == verify.NOT_EQUAL
     out = capsys.readouterr().out
     assert "not equal: 3 steps, 14 parameters; off: 5 gradients" in out
@@ -117,8 +114,8 @@ def test_a_bug_is_told_by_parameter_layer_and_rank(capsys, monkeypatch, tmp_path
     assert "differs" in out
 
 
-def test_a_bug_in_json(capsys, monkeypatch, tmp_path):
-    plant(monkeypatch, tmp_path / "planted", NO_SUM)
+def test_a_bug_in_json(capsys, monkeypatch):
+    plant(monkeypatch, NO_SUM)
     assert main(["verify", "recipe=hello", "gpus=2", "parallelism.tp=2", "--json"]) == verify.NOT_EQUAL
     told = json.loads(capsys.readouterr().out)
     gradients = {one["name"]: one for one in told["wrong"] if one["kind"] == "gradient"}
@@ -129,9 +126,9 @@ def test_a_bug_in_json(capsys, monkeypatch, tmp_path):
     assert max(one["margin"] for one in told["findings"] if one["margin"] is not None) > 1e6
 
 
-def test_what_routers_count_is_compared(capsys, monkeypatch, tmp_path):
+def test_what_routers_count_is_compared(capsys, monkeypatch):
     words = ["verify", "recipe=qwen3_30b_a3b", "gpus=2", "parallelism=dp", "parallelism.ep=2", "--steps", "1", "--json"]
-    plant(monkeypatch, tmp_path / "planted", OWN_LOADS)
+    plant(monkeypatch, OWN_LOADS)
     assert main(words) == verify.NOT_EQUAL
     told = json.loads(capsys.readouterr().out)
     assert next(one["what"] for one in told["findings"] if not one["passed"]).startswith(
@@ -140,8 +137,8 @@ def test_what_routers_count_is_compared(capsys, monkeypatch, tmp_path):
     assert told["wrong"] == []
 
 
-def test_ranks_that_fail_end_it(capfd, monkeypatch, tmp_path):
-    plant(monkeypatch, tmp_path / "planted", DIES)
+def test_ranks_that_fail_end_it(capfd, monkeypatch):
+    plant(monkeypatch, DIES)
     code = main(["verify", "recipe=hello", "gpus=2", "parallelism.tp=2", "--json"])
     told = capfd.readouterr()
     assert code not in (0, 64)

@@ -363,8 +363,15 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, small_parts
     assert max(reused) > 0.3 * n_parts
 
 
-@pytest.mark.parametrize("step", range(5))
-@pytest.mark.parametrize("over_another", [False, True])
+# each file once by default, in turn over another data set and where there is none
+@pytest.mark.parametrize(
+    ("step", "over_another"),
+    [
+        pytest.param(step, over, marks=[pytest.mark.slow] * (step % 2 != over))
+        for step in range(5)
+        for over in (False, True)
+    ],
+)
 def test_stopped_while_publishing(tmp_path, monkeypatch, step, over_another):
     """Whichever file it is stopped before: nothing half is read as whole, and the same command finishes the job."""
     if over_another:

@@ -3,13 +3,13 @@
 import pytest
 
 from megaspec_launchers.local import PRELOADED
-from megaspec_launchers.rank_factory import RankFactory
 from tests.faults.runs import go, make_run, recipe, result
+from tests.warm import WarmFactory
 
 
 @pytest.fixture(scope="session")
 def factory():
-    with RankFactory((*PRELOADED, "tests.faults.entry")) as made:
+    with WarmFactory((*PRELOADED, "tests.faults.entry")) as made:
         yield made
 
 

@@ -103,7 +103,7 @@ def soak(folder: Path, factory: RankFactory, *, minutes: float, every: float, se
     temporary = folder / "temporary"
     temporary.mkdir()
     seen = Disturbed(run, flips, random.Random(seed), every)
-    with open(folder / "said.txt", "w") as said, supervised(run, stderr=said, TMPDIR=str(temporary)) as supervisor:
+    with open(folder / "said.txt", "w") as said, supervised(run, said=said, TMPDIR=str(temporary)) as supervisor:
         began = time.monotonic()
         seen.watch(supervisor, seconds=60 * minutes)
         seconds = time.monotonic() - began

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.warm import WarmProcess
+
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "launchers"))
 ENVIRONMENT = os.environ | {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -26,12 +28,15 @@ def plan_faults(run, faults):
 
 
 @contextmanager
-def supervised(run, *words, stderr=subprocess.PIPE, **variables):
-    """A supervisor of a run that was made, under way; `variables` of its environment."""
-    command = [sys.executable, "-P", str(Path(__file__)), str(run), *words]
-    process = subprocess.Popen(
-        command, env=ENVIRONMENT | variables, stdout=subprocess.DEVNULL, stderr=stderr, text=True
-    )
+def supervised(run, *words, said=None, **variables):
+    """A supervisor of a run that was made, under way; `variables` of its environment. With a file for what is said it
+    is a process that begins with nothing, whose memory can be measured."""
+    environment = ENVIRONMENT | variables
+    if said is None:
+        process = WarmProcess([str(run), *words], file=Path(__file__), env=environment)
+    else:
+        command = [sys.executable, "-P", str(Path(__file__)), str(run), *words]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=said, text=True)
     try:
         yield process
     finally:

@@ -1,6 +1,5 @@
 """kill -9 of ranks, of the processes that write their checkpoints, and of the launcher, while training goes on."""
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -18,6 +17,8 @@ from megaspec_launchers.local import PRELOADED
 from megaspec_launchers.rank_factory import RankFactory
 from tests.faults.runs import assert_same, go, make_run, newest, recipe
 from tests.faults.test_kills import LONGEST_SECONDS, assert_newest_is_good
+from tests.ranks import forks
+from tests.warm import rank_servers_are_forks
 
 KILLS = ["rank"] * 14 + ["writer"] * 16 + ["launcher"] * 10
 FEW_KILLS = ["rank"] + ["writer"] * 2 + ["launcher"]
@@ -43,13 +44,14 @@ def test_every_checkpoint_that_the_recipe_asks_for(tmp_path, factory, undisturbe
 
 def launched(run: str) -> None:
     """A launcher with ranks of its own."""
+    rank_servers_are_forks()
     with RankFactory((*PRELOADED, "tests.faults.entry")) as factory:
         os._exit(go(run, factory, **LONG))
 
 
 def kill_launcher(run, rng, known):
     """One launch, whose launcher is killed once ranks run; nothing of it lives on."""
-    child = multiprocessing.get_context("spawn").Process(target=launched, args=(run,))
+    child = forks().Process(target=launched, args=(run,))
     child.start()
     lines = (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").exists() else 0
     deadline = time.monotonic() + 60
@@ -139,7 +141,7 @@ def test_a_request_to_stop_waits_for_what_is_being_written(tmp_path, factory, un
     assert_same(run, undisturbed[2])
 
 
-@pytest.mark.parametrize("saving", ["blocking", "async"])
+@pytest.mark.parametrize("saving", [pytest.param("blocking", marks=pytest.mark.slow), "async"])
 def test_the_best_stay(tmp_path, factory, saving):
     """Through a stop as well: what was evaluated before it is known after it."""
     changes = {"keep": 1, "keep_best": 2, "keep_every": 8, "saving": saving}
@@ -169,12 +171,12 @@ def test_copies_follow_the_run_folder(tmp_path, factory, undisturbed, capfd):
     assert Remote(copies).steps()[-1] == 24
 
 
-# each once by default, each with each in the slow set
+# the two that are hardest to go on from by default, each with each in the slow set
 @pytest.mark.parametrize(
     ("saving", "point"),
     [
-        ("blocking", "before_remote_delete"),
         ("async", "mid_remote_delete"),
+        pytest.param("blocking", "before_remote_delete", marks=pytest.mark.slow),
         pytest.param("blocking", "mid_remote_delete", marks=pytest.mark.slow),
         pytest.param("async", "before_remote_delete", marks=pytest.mark.slow),
     ],

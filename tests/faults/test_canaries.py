@@ -2,10 +2,11 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import warm_command
 
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "launchers"))
@@ -53,14 +54,7 @@ def canary(number: int) -> str:
 
 
 def megaspec(folder: Path, environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "megaspec.cli", *words],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    return warm_command(words, cwd=folder, env=environ, timeout=200)
 
 
 def written(folder: Path) -> dict[str, bytes]:

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -26,18 +24,13 @@ from tests.faults.supervised import plan_faults, supervised, wait_until
 from tests.faults.test_stop import ROOT, wait_for_step
 from tests.faults.test_supervise import FAST, a_recipe, weights_of
 from tests.small_disks import empty, fill, small_disk
+from tests.warm import WarmProcess
 
 
 def test_a_second_job_is_refused_at_once_and_told_who_has_the_folder(tmp_path, capsys):
     run = make_run(tmp_path / "run", recipe(steps=5000))
     path = os.pathsep.join(str(ROOT / p) for p in (".", "kernels", "launchers"))
-    first = subprocess.Popen(
-        [sys.executable, "-P", "-m", "megaspec.cli", "resume", str(run)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    first = WarmProcess(["resume", str(run)], env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     try:
         wait_for_step(run, first)
         before = (run / "spec.json").read_bytes()
@@ -136,6 +129,7 @@ def test_a_disk_that_fills_up(disk, factory, undisturbed, capfd):
     assert_same(run, undisturbed[2])
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_a_full_run_folder_ends_no_attempt_while_there_is_another_place(disk, tmp_path, factory, undisturbed, capfd):
     """Not one byte is left. Ranks are killed, then the launcher: what was saved elsewhere is gone on from, once and
     again, and comes home when there is room."""
@@ -267,6 +261,7 @@ def test_room_to_change_is_kept_by_who_saves_elsewhere(disk, tmp_path, capfd):
         assert (run / "spec.json").read_bytes() == text
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_a_run_of_an_earlier_version_keeps_room_from_its_next_start_on(larger_disk, tmp_path, capfd):
     """One that has begun before there was such room: it is kept as soon as a start finds the disk with some."""
     run = make_run(larger_disk / "run", recipe(fallback_dir=str(tmp_path / "other")))
@@ -282,6 +277,7 @@ def test_a_run_of_an_earlier_version_keeps_room_from_its_next_start_on(larger_di
     assert newest_step(run) == STEPS + 2
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_a_disk_that_a_killed_save_has_filled_takes_a_change(larger_disk, tmp_path, capfd):
     """Also of a run that has kept no room: what is left of the save goes before anything is written."""
     run = make_run(larger_disk / "run", recipe())

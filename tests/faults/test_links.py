@@ -103,8 +103,17 @@ def test_a_plain_folder_meets_no_objection(run, finished, capsys):
     assert "is no regular file" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", PLACES)
+def _each() -> list:
+    """Each place and each kind by default, in turn."""
+    found = []
+    for place, name in enumerate(PLACES):
+        for number, kind in enumerate(KINDS):
+            marks = [pytest.mark.slow] * ((place + number) % 2)
+            found.append(pytest.param(name, kind, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "kind"), _each())
 def test_no_place_of_a_run_is_a_link(run, finished, name, kind, capsys):
     replace(run / name, kind, Path("home") if name in FOLDERS else Path("home/precious"))
     for words in commands(run, finished):
@@ -118,7 +127,9 @@ def test_no_place_of_a_run_is_a_link(run, finished, name, kind, capsys):
     assert not Path("forked").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [one if one in ("link", "fifo") else pytest.param(one, marks=pytest.mark.slow) for one in KINDS]
+)
 def test_no_file_of_a_checkpoint_or_lock_leads_elsewhere(run, finished, kind, capsys):
     """Each in turn: a fork takes the other checkpoint, or none; nothing of what lies behind a link gets into it."""
     steps = sorted((run / "checkpoints").iterdir())

@@ -15,6 +15,7 @@ from megaspec.launcher.exit_file import read_exit
 from megaspec.run_folder import is_run
 from tests.faults.runs import go, make_run, recipe
 from tests.faults.test_stop import ROOT
+from tests.warm import warm_script
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / p) for p in (".", "kernels", "launchers"))}
 
@@ -91,7 +92,8 @@ sys.exit(cli.main(words))
 
 def asked_at(place: str, *words: str) -> tuple[int, str]:
     """A command line that is asked to stop as it comes to a function of commands/starting.py or run_folder.py."""
-    return ended(python("-c", ASKED_THERE, place, *words))
+    done = warm_script(ASKED_THERE, [place, *words], cwd=Path.cwd(), env=ENVIRONMENT)
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("place", ["write_environment", "print_plan", "launch", "_ended"])

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ import pytest
 
 from megaspec.log.jsonl import read_metrics
 from tests.faults.runs import assert_same, go, make_run, newest, recipe
+from tests.warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
 WHERE = {
@@ -87,14 +86,7 @@ def test_stop_at_every_step(tmp_path, factory, undisturbed):
 def test_the_command_line_returns_75(tmp_path, number):
     run = make_run(tmp_path / "run", recipe(steps=5000))
     path = os.pathsep.join(str(ROOT / p) for p in (".", "kernels", "launchers"))
-    job = subprocess.Popen(
-        [sys.executable, "-P", "-m", "megaspec.cli", "resume", str(run)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    job = WarmProcess(["resume", str(run)], env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     try:
         wait_for_step(run, job)
         os.killpg(job.pid, number)

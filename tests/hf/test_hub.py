@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.hf.folders import save_model, save_tokenizer
+from tests.warm import warm_command
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "org/small"
@@ -92,8 +92,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 def megaspec(hub: Hub, tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """A command that reaches this hub alone, with a cache of its own."""
     environment = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-m", "megaspec", *words]
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    return warm_command(words, cwd=tmp_path, env=environment)
 
 
 def test_a_model_is_imported_by_its_name(hub: Hub, tmp_path: Path) -> None:

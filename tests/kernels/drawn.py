@@ -1,22 +1,31 @@
 """A plugin of pytest for a quick look at long products of cases: `-p tests.kernels.drawn`.
 
-Of each test those cases run in which every two values of two parameters meet at least once. Of tests of kernels that
-also write fp8 those run in which every value is there once: what is computed is held by test_equations, and what is
-cast by test_fp8_cast.py, with every two values each.
+Of each test those cases run in which every two values of two parameters meet at least once. Of tests that compare
+with the bits of a reference, or of another kernel, those run in which every value is there once: what is computed is
+held by test_equations, with every two values.
 """
 
 from itertools import combinations
 
 import pytest
 
-FEW = 8
+FEW = 5
 """Cases of a test that all run."""
+
+TO_THE_BIT = (
+    "test_triton_writes_fp8",
+    "test_triton_writes_fp8_of_groups",
+    "test_every_implementation_makes_the_reference_s_bits",
+    "test_every_implementation_makes_the_same_bits",
+    "test_one_scale_for_all_is_known_before_and_what_is_seen_is_recorded",
+    "test_the_kernel_is_the_reference",
+)
 
 
 def values_of(item: pytest.Item) -> set[tuple]:
     """The values of a case, one and two at a time."""
     values = [(name, repr(value)) for name, value in item.callspec.params.items() if name != "device"]
-    if item.originalname == "test_triton_writes_fp8":
+    if item.originalname in TO_THE_BIT:
         return {*combinations(values, 1)}
     return {*combinations(values, 1), *combinations(values, 2)}
 

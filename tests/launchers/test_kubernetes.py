@@ -14,10 +14,6 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kubeflow.training import models as v1_models
-from kubeflow_trainer_api import models as trainer_models
-from kubernetes.client import ApiClient
-from kubernetes.client import models as kubernetes_models
 
 from megaspec.cli import main
 from megaspec_launchers import kubernetes
@@ -74,6 +70,12 @@ def test_text(name):
 @pytest.mark.parametrize("name", JOBS)
 def test_kubeflows_own_classes_take_it(name, monkeypatch):
     """Nothing is lost on the way through them: a key that they don't know would be."""
+    # two seconds of imports, which no other test needs
+    from kubeflow.training import models as v1_models
+    from kubeflow_trainer_api import models as trainer_models
+    from kubernetes.client import ApiClient
+    from kubernetes.client import models as kubernetes_models
+
     classes = {
         "TrainJob": trainer_models.TrainerV1alpha1TrainJob,
         "TrainingRuntime": trainer_models.TrainerV1alpha1TrainingRuntime,
@@ -106,6 +108,8 @@ def _without_pods(job: dict) -> dict:
 
 
 def test_a_key_that_no_class_knows_is_found():
+    from kubeflow_trainer_api import models as trainer_models
+
     document = documents(texts()["kubernetes-trainjob"])["TrainJob"]
     document["spec"]["trainer"]["numProcs"] = 8
     read = trainer_models.TrainerV1alpha1TrainJob.from_dict(document)

@@ -9,8 +9,8 @@ import pytest
 from megaspec.log.events import NAMES, TIMED, RunStarted, StepDone
 from megaspec.log.jsonl import read_metrics
 from megaspec.log.speed import Speed, speed_of
-from megaspec_launchers.rank_factory import RankFactory
 from tests.faults.runs import go, make_run, recipe
+from tests.warm import WarmFactory
 
 README = Path(__file__).parents[2] / "megaspec/log/README.md"
 EVERY = {"event", "time", "step"}
@@ -40,7 +40,7 @@ def test_timed_keys_are_keys_of_the_table():
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
     run = make_run(tmp_path_factory.mktemp("metrics") / "run", recipe(steps=6))
-    with RankFactory(("torch", "tests.faults.entry")) as factory:
+    with WarmFactory(("torch", "tests.faults.entry")) as factory:
         assert go(run, factory) == 0
     return read_metrics(run / "metrics.jsonl")
 

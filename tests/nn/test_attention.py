@@ -112,7 +112,15 @@ def equation(
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["one", "packed"])
-@pytest.mark.parametrize(("name", "kernel"), [(name, kernel) for name in NAMES for kernel in kernels_for(name)])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    # each option and each kernel by default, in turn
+    [
+        pytest.param(name, kernel, marks=[pytest.mark.slow] * ((number + turn) % 2 and len(kernels_for(name)) > 1))
+        for number, name in enumerate(NAMES)
+        for turn, kernel in enumerate(kernels_for(name))
+    ],
+)
 def test_output_and_gradients_are_the_equation(name: str, kernel: str, is_packed: bool) -> None:
     case = case_of(name, attention=kernel)
     model = model_of(spec_of(case))

@@ -1,15 +1,10 @@
 """Layers with the Triton kernels of norms, gates and rotations, in Triton's interpreter: what they compute and what
 they keep.
 
-The interpreter must be chosen when Triton is imported, so that they run in a process of their own: test_interpreted.
+The interpreter must be chosen when Triton is imported, so that they run in a process of their own:
+tests/kernels/test_triton_interpreted.py.
 """
 
-import os
-import re
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +18,6 @@ from tests.nn.random_specs import TOKENS, VOCABULARY, decoders
 from tests.nn.test_random_specs import OPTIONS, SEQUENCES, check_kept, model_of
 from tests.parity.tasks import without_cpp
 
-ROOT = Path(__file__).parents[2]
-PYTEST = (sys.executable, "-m", "pytest", "-p", "tests.kernels.interpreter")
 INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
 FUSED = {"kernels.norm": "triton", "kernels.gated": "triton", "kernels.rope": "triton"}
 LLAMA: dict[str, Any] = {
@@ -39,7 +32,7 @@ LLAMA: dict[str, Any] = {
     "vocab_pad_to": 1,
     "max_seq_len": TOKENS,
 }
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreted")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by tests/kernels/test_triton_interpreted.py")
 
 
 def gradients_of(model: dict[str, Any], changes: dict[str, Any], *, compiled: bool = False) -> dict[str, Tensor]:
@@ -87,20 +80,3 @@ def test_compiled_layers(change: dict[str, Any]) -> None:
     torch._dynamo.reset()
     with without_cpp():
         check_gradients(LLAMA | change, compiled=True)
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel for this platform")
-def test_interpreted() -> None:
-    done = subprocess.run(
-        [*PYTEST, "-k", "not test_interpreted", "tests/nn/test_fused_kernels.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped|failed)", done.stdout)}
-    assert counts.get("passed") == 5, done.stdout[-500:]
-    assert not counts.get("skipped"), done.stdout[-500:]

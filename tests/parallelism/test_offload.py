@@ -25,8 +25,16 @@ def everything_is_worth_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("layers", [2, 4])
-@pytest.mark.parametrize("family", ["llama", "gpt"])
+# each family and each number of layers by default
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("llama", 4),
+        ("gpt", 2),
+        pytest.param("llama", 2, marks=pytest.mark.slow),
+        pytest.param("gpt", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_the_same_to_the_bit(family: str, layers: int, recompute: str) -> None:
     words = [f"parallelism.offload.layers={layers}"]
     plain = gradients(0, spec_of(family=family))

@@ -150,7 +150,8 @@ def traced(kind: RecomputeSpec) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "parts", [("core_attention", "norm"), pytest.param(("activation",), marks=pytest.mark.slow), ("mlp",)]
+    "parts",
+    [("core_attention", "norm"), *(pytest.param((one,), marks=pytest.mark.slow) for one in ("activation", "mlp"))],
 )
 def test_traced_layers_compute_the_same_again(parts: tuple[RecomputePart, ...]) -> None:
     plain = traced(RecomputeSpec())

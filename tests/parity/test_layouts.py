@@ -9,7 +9,8 @@ import torch
 from tests.conftest import Tell
 from tests.parity.cases import SEQUENCES, TOKENS, VOCAB, Case, alone
 from tests.parity.checks import check, check_low
-from tests.parity.sets import DEFAULT, cases_of
+from tests.parity.often import candidates, often
+from tests.parity.sets import cases_of
 from tests.parity.tasks import logits, run_case, truth_of
 from tests.ranks import RankPool
 
@@ -25,7 +26,16 @@ _LOWER = [
 LOWER = [*_LOWER[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in _LOWER[2:])]
 
 
-@pytest.mark.parametrize("case", [c for name in DEFAULT if name != "long" for c in cases_of(name)], ids=str)
+def _by_default() -> list:
+    """The cases of the sets that are no slow ones, those marked slow that often.py does not choose."""
+    marked = []
+    for case in candidates():
+        if case not in cases_of("long"):
+            marked.append(pytest.param(case, marks=[] if case in often() else pytest.mark.slow))
+    return marked
+
+
+@pytest.mark.parametrize("case", _by_default(), ids=str)
 def test_steps_equal_those_of_one_rank(pool: RankPool, case: Case, tell: Tell) -> None:
     check(pool, case, tell, steps=STEPS)
 
@@ -49,7 +59,7 @@ def test_bf16_is_as_close_to_the_truth_as_one_rank_in_bf16(pool: RankPool, case:
 
 
 def test_fp16_with_a_loss_scale_too(pool: RankPool, tell: Tell) -> None:
-    case = Case(tp=2, dp=2, sequence=True, accumulate=3, mask="uneven", kv_heads=1, optimizer="sgd", scale=256.0)
+    case = Case(tp=2, sequence=True, accumulate=3, mask="uneven", kv_heads=1, optimizer="sgd", scale=256.0)
     check_low(pool, case, tell, precision="fp16")
 
 

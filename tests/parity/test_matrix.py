@@ -9,10 +9,11 @@ from megaspec.core.axes import DENSE_AXES, EXPERT_AXES
 from megaspec.recipe import Recipe
 from tests.families import FAMILIES
 from tests.parity.cases import Case
-from tests.parity.matrix import AXES, MORE, README, matrix, with_matrix
-from tests.parity.sets import DEFAULT, cases_of
+from tests.parity.matrix import README, matrix, with_matrix
+from tests.parity.often import candidates, holds, often, touches
+from tests.parity.rows import AXES, MORE
 
-OFTEN = [case for name in DEFAULT for case in cases_of(name)]
+OFTEN = [case for case in candidates() if case in often()]
 # of which a layout has one
 DATA = ("dp", "zero1", "zero2", "fsdp", "hsdp")
 
@@ -25,6 +26,19 @@ def test_the_readme_holds_it() -> None:
 @pytest.mark.parametrize("row", [*AXES, *MORE])
 def test_no_row_is_empty(row: str) -> None:
     assert any((AXES | MORE)[row](case) for case in OFTEN), row
+
+
+def test_what_all_cases_hold_those_hold_that_run_by_default() -> None:
+    assert len(OFTEN) < len(candidates())
+    assert set().union(*map(holds, OFTEN)) == set().union(*map(holds, candidates()))
+
+
+def test_a_case_touches_the_bug_of_a_part_of_it() -> None:
+    bug = Case(dp=2, ep=2, router="softmax", mask="uneven", optimizer="sgd")
+    assert touches(Case(dp=4, ep=2, router="softmax", mask="empty_micro", tied=True), bug)
+    assert not touches(Case(dp=2, ep=2, router="softmax"), bug)
+    assert not touches(Case(dp=2, ep=2, router="sigmoid", mask="uneven"), bug)
+    assert not touches(Case(dp=2, etp=2, router="softmax", mask="uneven"), bug)
 
 
 def test_every_two_axes_meet() -> None:

@@ -4,12 +4,13 @@ One that computes in fp64 on a CPU stands in the package's place (tests/kernels/
 gathers, casts, multiplies, adds and asks whom. The package's own numbers are the GPU's: tests/gpu/test_te.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
-from megaspec.verify.parity import TOLERANCES, compare
+from megaspec.verify.parity import TOLERANCES, Trajectory, compare
 from tests.conftest import Tell
 from tests.parity.cases import Case, alone
 from tests.parity.tasks import run_case
@@ -17,13 +18,11 @@ from tests.parity.test_fp8 import steps_of
 from tests.ranks import RankPool
 from tests.source_patch import Patch, check
 
+# within a function, so that ranks need not import the project anew
 IN_ITS_PLACE = Patch(
     "megaspec_kernels.te_package",
-    "def transformer_engine() -> TransformerEngine:",
-    "def transformer_engine() -> TransformerEngine:\n"
-    "    from tests.kernels.te import Fake, package_of\n"
-    "    return package_of(Fake())\n\n"
-    "def _theirs() -> TransformerEngine:",
+    'pytorch = importlib.import_module(f"{PACKAGE}.pytorch")',
+    'return importlib.import_module("tests.kernels.te").in_its_place()',
 )
 LAYER = "megaspec.nn.fp8_te"
 TE = (("kernels.linear", "te"),)
@@ -101,25 +100,32 @@ def ranks() -> Iterator[RankPool]:
         yield pool
 
 
-def one_rank(case: Case) -> Case:
-    return replace(alone(case), also=case.also)
+@pytest.fixture(scope="module")
+def truth_of(ranks: RankPool) -> Callable[[Case], Trajectory]:
+    """What one rank computes, once for all bugs of a case."""
+
+    @cache
+    def compute(case: Case) -> Trajectory:
+        return run_case(ranks, replace(alone(case), also=case.also), steps=steps_of(case))
+
+    return compute
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_layouts_equal_one_rank(ranks: RankPool, case: Case, tell: Tell) -> None:
-    truth = run_case(ranks, one_rank(case), steps=steps_of(case))
-    findings = compare(run_case(ranks, case, steps=steps_of(case)), truth, TOLERANCES["fp64"])
+def test_layouts_equal_one_rank(
+    ranks: RankPool, truth_of: Callable[[Case], Trajectory], case: Case, tell: Tell
+) -> None:
+    findings = compare(run_case(ranks, case, steps=steps_of(case)), truth_of(case), TOLERANCES["fp64"])
     tell(f"{case}: {findings[0]}")
     assert all(finding.passed for finding in findings), findings
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_planted_bugs_are_caught(ranks: RankPool, name: str, tell: Tell) -> None:
+def test_planted_bugs_are_caught(truth_of: Callable[[Case], Trajectory], name: str, tell: Tell) -> None:
     patch, case = BUGS[name]
     check(patch)
-    truth = run_case(ranks, one_rank(case), steps=steps_of(case))
     with RankPool(patches=(IN_ITS_PLACE, patch)) as wrong:
-        findings = compare(run_case(wrong, case, steps=steps_of(case)), truth, TOLERANCES["fp64"])
+        findings = compare(run_case(wrong, case, steps=steps_of(case)), truth_of(case), TOLERANCES["fp64"])
     fired = [finding for finding in findings if not finding.passed and finding.tolerance]
     assert fired, f"not caught: {findings[0]}"
     tell(f"{name}: {fired[0]}, margin {fired[0].margin:.0e}")

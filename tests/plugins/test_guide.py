@@ -4,11 +4,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.warm import warm_command, warm_script
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "megaspec" / "README.md"
@@ -47,8 +48,7 @@ def workplace(tmp_path: Path) -> Path:
 
 def megaspec(*words: str, cwd: Path) -> subprocess.CompletedProcess:
     flags = [f"--plugin=./{name}" for name in PACKAGES]
-    command = [sys.executable, "-P", "-m", "megaspec", *words, *flags]
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
+    return warm_command([*words, *flags], cwd=cwd, env=ENVIRONMENT)
 
 
 def test_the_plugins_of_the_guide_train_and_go_on(workplace: Path):
@@ -136,8 +136,7 @@ assert [int(valid.read(p).tokens[0]) for p in range(2)] == [304, 312]
 
 def test_the_plugins_of_the_guide_compute_what_they_say(workplace: Path):
     paths = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-P", "-c", CHECKED, *PACKAGES]
-    made = subprocess.run(command, cwd=workplace, env=ENVIRONMENT | paths, capture_output=True, text=True, timeout=180)
+    made = warm_script(CHECKED, PACKAGES, cwd=workplace, env=ENVIRONMENT | paths)
     assert made.returncode == 0, made.stderr
 
 
@@ -171,8 +170,7 @@ assert cli.main(["hf", "families", "seed_oss", flag]) == 0
 
 def test_the_family_of_the_guide_is_imported_exported_and_proven(workplace: Path):
     paths = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-P", "-c", FAMILY]
-    made = subprocess.run(command, cwd=workplace, env=ENVIRONMENT | paths, capture_output=True, text=True, timeout=180)
+    made = warm_script(FAMILY, cwd=workplace, env=ENVIRONMENT | paths)
     assert made.returncode == 0, made.stderr
     config = json.loads((workplace / "out" / "config.json").read_text())
     assert (config["model_type"], config["attention_bias"], config["attention_out_bias"]) == ("seed_oss", True, False)
@@ -181,12 +179,10 @@ def test_the_family_of_the_guide_is_imported_exported_and_proven(workplace: Path
     assert made.stdout.count("are equal to the bit") == made.stdout.count("with transformers in fp32") == 2
     assert "attention_out_bias       true or false" in made.stdout
     # what was made with the family is read with it
-    without = [sys.executable, "-P", "-m", "megaspec", "hf", "export", "start", "other"]
-    refused = subprocess.run(without, cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
+    refused = warm_command(["hf", "export", "start", "other"], cwd=workplace, env=ENVIRONMENT)
     assert refused.returncode == 64
     assert "add --plugin ./my_family" in refused.stderr
-    unknown = [sys.executable, "-P", "-m", "megaspec", "hf", "import", "seed", "--out", "other"]
-    refused = subprocess.run(unknown, cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
+    refused = warm_command(["hf", "import", "seed", "--out", "other"], cwd=workplace, env=ENVIRONMENT)
     assert refused.returncode == 66
     assert "model_type=seed_oss can't be said" in refused.stderr
 

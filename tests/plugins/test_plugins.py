@@ -19,6 +19,7 @@ from megaspec.core.problems import one_of
 from megaspec.plugins import demand, load, loaded, take_flags
 from megaspec.recipe import Recipe
 from tests.hf.folders import save_tokenizer
+from tests.warm import warm_command, warm_script
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -44,8 +45,7 @@ WORDS = (
 
 
 def start(*words: str, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-P", "-m", "megaspec", *words]
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    return warm_command(words, cwd=cwd, env=ENVIRONMENT)
 
 
 def test_a_run_with_a_plugin_from_train_to_resume(tmp_path):
@@ -76,8 +76,7 @@ def test_a_run_with_a_plugin_from_train_to_resume(tmp_path):
         "--plugin",
         "tiny_plugin",
     )
-    command = [sys.executable, "-P", "-m", "megaspec", *words]
-    more = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT | flags, capture_output=True, text=True, timeout=120)
+    more = warm_command(words, cwd=tmp_path, env=ENVIRONMENT | flags)
     assert more.returncode == 0, more.stderr
     rows = list(csv.reader((run / "out.csv").open()))
     assert [int(step) for step, _ in rows] == [1, 2, 3, 4, 5]
@@ -113,10 +112,7 @@ for chosen in (family, family | tanh | squared, {"kind": "decoder"} | tanh | squ
 
 def test_the_parts_of_a_plugin_are_counted_to_the_byte(tmp_path):
     paths = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-P", "-c", COUNTED, str(HERE / "tiny_plugin")]
-    counted = subprocess.run(
-        command, cwd=tmp_path, env=ENVIRONMENT | paths, capture_output=True, text=True, timeout=120
-    )
+    counted = warm_script(COUNTED, [str(HERE / "tiny_plugin")], cwd=tmp_path, env=ENVIRONMENT | paths)
     assert counted.returncode == 0, counted.stderr
 
 
@@ -231,8 +227,8 @@ print(repr((torch.logsumexp(logits, -1).sum() - logits.mean(-1).sum()).item()))
 
 
 def test_the_loss_of_a_plugin_is_the_loss_that_is_trained(tmp_path):
-    command = [sys.executable, "-P", "-c", LOSSES, f"{HERE / 'tiny_plugin'} {HERE / 'smooth_plugin'}", *WORDS]
-    made = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    packages = f"{HERE / 'tiny_plugin'} {HERE / 'smooth_plugin'}"
+    made = warm_script(LOSSES, [packages, *WORDS], cwd=tmp_path, env=ENVIRONMENT)
     assert made.returncode == 0, made.stderr
     plain, none, half, quarter, flat = map(float, made.stdout.split())
     assert none == pytest.approx(plain, rel=1e-12)
@@ -427,7 +423,9 @@ def test_a_mistake_in_a_family_is_told_with_its_line_when_it_is_used(tmp_path):
 
 def test_specs_that_import_torch_are_refused(tmp_path):
     (tmp_path / "heavy.py").write_text("import torch\n")
-    refused = start("plan", "recipe=hello", "--plugin", "./heavy.py", cwd=tmp_path)
+    # in a process that has not loaded it already
+    command = [sys.executable, "-P", "-m", "megaspec", "plan", "recipe=hello", "--plugin", "./heavy.py"]
+    refused = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 64
     assert "its specs import torch" in refused.stderr
 

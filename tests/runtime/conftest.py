@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from megaspec_launchers.local import PRELOADED
-from megaspec_launchers.rank_factory import RankFactory
 from tests.ranks import RankPool
+from tests.warm import WarmFactory
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +16,6 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def factory() -> Iterator[RankFactory]:
-    with RankFactory((*PRELOADED, "tests.runtime.lives")) as made:
+def factory() -> Iterator[WarmFactory]:
+    with WarmFactory((*PRELOADED, "tests.runtime.lives")) as made:
         yield made

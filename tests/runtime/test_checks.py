@@ -190,7 +190,7 @@ LAYOUTS = {
 
 
 # What the others hold in another combination.
-SLOW = ("dp4", "tp2 sequence parallel", "hsdp", "cp2 zero1", "pp2 dp2", "muon", "fp16")
+SLOW = ("dp4", "tp2 sequence parallel", "hsdp", "cp2 zero1", "pp2 dp2", "muon", "fp16", "fp8 delayed")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS])

@@ -22,8 +22,16 @@ def weights_are_finite(folder):
         return reader.step, all(bool(reader.read(n).isfinite().all()) for n in reader.names() if "rng/" not in n)
 
 
-@pytest.mark.parametrize("layout", [TP, DP], ids=["tp2", "dp2"])
-@pytest.mark.parametrize("on", [0, 1])
+# each layout and each rank once by default
+@pytest.mark.parametrize(
+    ("layout", "on"),
+    [
+        pytest.param(TP, 0, id="tp2-0"),
+        pytest.param(DP, 1, id="dp2-1"),
+        pytest.param(TP, 1, id="tp2-1", marks=pytest.mark.slow),
+        pytest.param(DP, 0, id="dp2-0", marks=pytest.mark.slow),
+    ],
+)
 def test_a_weight(layout, on, tmp_path, factory, capfd):
     run = make_run(tmp_path / "run", {**layout, "checkpoint.every": 2, "train.steps": 9})
     fault = {"on": on, "what": f"weight:{WEIGHT}", "step": 6}
@@ -85,7 +93,7 @@ def test_the_first_gradient_of_the_backward_pass_is_named(tmp_path, pool):
 FP16 = {"kind": "fp16", "growth_interval": 1000, "hysteresis": 1}
 
 
-@pytest.mark.parametrize("optim", ["adamw", "sgd"])
+@pytest.mark.parametrize("optim", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_a_loss_scale_that_is_too_high_costs_steps_and_changes_nothing(optim, tmp_path, pool):
     changes = {"precision": FP16 | {"initial_scale": 2.0**30}, "optim.kind": optim, "checkpoint.every": 1, **TP}
     made = spec({**changes, "train.steps": 20})

@@ -57,7 +57,7 @@ def test_a_skipped_update_changes_nothing_and_is_told(name, value, tmp_path, poo
         pytest.param({"precision.kind": "bf16", **DP}, marks=pytest.mark.slow),
         {"precision.kind": "fp32", **TP},
         {"precision.kind": "bf16", **FSDP},
-        {"precision.kind": "fp32"},
+        pytest.param({"precision.kind": "fp32"}, marks=pytest.mark.slow),
         # the checkpoint that the run goes back to may still be being written
         {"precision.kind": "bf16", **DP, "checkpoint.saving": "async"},
     ],

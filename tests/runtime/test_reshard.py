@@ -44,7 +44,13 @@ def final(folder):
 
 
 # what the other cases hold in another combination
-SLOW = ("tp2, another padding", "tp2 to dp2, sgd, tied gpt", "one to tp2", "dp2 to tp2, sgd, dropout")
+SLOW = (
+    "tp2, another padding",
+    "tp2 to dp2, sgd, tied gpt",
+    "one to tp2",
+    "dp2 to tp2, sgd, dropout",
+    "tp2 to dp2, adamw",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])

@@ -32,7 +32,11 @@ def learned(recipe: str, *, te: bool, compile: str = "none") -> list[float]:
     return losses(precision, compile=compile, fast=False, steps=4, device="cpu", others=others, length=128)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed", "blockwise"])
+# of one recipe whole models, of the others layers: tests/nn/test_fp8_te.py, and layouts: tests/parity/test_te.py
+@pytest.mark.parametrize(
+    "recipe",
+    ["bf16", "delayed", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tensorwise", "blockwise"))],
+)
 def test_a_model_learns_as_by_ours(recipe: str, fake: Fake) -> None:
     plain = learned(recipe, te=False)
     found = learned(recipe, te=True)

@@ -1,6 +1,8 @@
 """A sweep's folder is data: nothing that stands in one runs, and no word of it reaches Hydra unchecked."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,29 @@ pytestmark = pytest.mark.usefixtures("stubbed")
 TOUCH = "{_target_: pathlib.Path.touch, self: victim}"
 
 
-def unfinished(launcher: str = "basic", *words: str) -> Path:
-    """The folder of a sweep of two points, neither of which was run. -> its sweep.json."""
-    assert sweep("data.seed=1,2", f"hydra/launcher={launcher}", *words) == 0
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where sweeps are kept that several tests begin with."""
+    return tmp_path_factory.mktemp("made")
+
+
+@pytest.fixture
+def unfinished(made: Path) -> Callable[..., Path]:
+    """Makes the folder of a sweep of two points, neither of which was run. -> its sweep.json."""
+
+    def make(launcher: str = "basic", *words: str) -> Path:
+        kept = made / "-".join((launcher, *words))
+        if not kept.exists():
+            assert sweep("data.seed=1,2", f"hydra/launcher={launcher}", *words) == 0
+            shutil.copytree("sweeps", kept)
+        shutil.rmtree("sweeps", ignore_errors=True)
+        shutil.copytree(kept, "sweeps")
+        return left_over()
+
+    return make
+
+
+def left_over() -> Path:
     lines = Path("sweeps/s/points.jsonl").read_text().splitlines(keepends=True)
     Path("sweeps/s/points.jsonl").write_text("".join(lines[:2]))
     assert states() == ["waiting", "waiting"]
@@ -49,7 +71,7 @@ def change(file: Path, **fields) -> None:
         "plugins=[victim]",
     ],
 )
-def test_no_word_of_a_file_reaches_hydra_unchecked(word, capsys):
+def test_no_word_of_a_file_reaches_hydra_unchecked(word, unfinished, capsys):
     file = unfinished("joblib", "hydra.launcher.n_jobs=1")
     change(file, launcher_words=[word])
     assert main(["sweep", "resume", "sweeps/s"]) == 64
@@ -61,7 +83,7 @@ def test_no_word_of_a_file_reaches_hydra_unchecked(word, capsys):
 
 
 @pytest.mark.parametrize("launcher", ["other", "basic,joblib", "../basic", "megaspec_points", "basic\n", ""])
-def test_launchers_are_those_that_we_know(launcher, capsys):
+def test_launchers_are_those_that_we_know(launcher, unfinished, capsys):
     file = unfinished()
     change(file, launcher=launcher, launcher_words=["hydra.launcher.n_jobs=1"])
     assert main(["sweep", "resume", "sweeps/s"]) == 64
@@ -69,7 +91,7 @@ def test_launchers_are_those_that_we_know(launcher, capsys):
     assert states() == ["waiting", "waiting"]
 
 
-def test_what_runs_commands_or_writes_elsewhere_is_said_by_a_command_line_alone(capsys, monkeypatch):
+def test_what_runs_commands_or_writes_elsewhere_is_said_by_a_command_line_alone(unfinished, capsys, monkeypatch):
     file = unfinished()
     given = []
     monkeypatch.setattr("hydra_plugins.megaspec_launcher.jobs.run_points", lambda *args, **_: given.append(args) or "")
@@ -157,7 +179,7 @@ def test_words_of_points_are_a_recipes_alone(capsys):
     capsys.readouterr()
 
 
-def test_a_folder_with_an_odd_name_is_taken_as_it_is():
+def test_a_folder_with_an_odd_name_is_taken_as_it_is(unfinished):
     unfinished()
     odd = Path("it's ${oc.env:HOME} \\${x} a\\")
     Path("sweeps/s").rename(odd)

@@ -77,6 +77,7 @@ def test_the_table_and_show_tell_why(capsys):
     assert "... and 2 more that failed" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_a_run_that_diverges_says_so_in_every_place(capsys):
     """Two ranks that train in earnest."""
     assert sweep("optim.lr=1e30,2e30", "launcher.ranks=2", steps=4) == 76

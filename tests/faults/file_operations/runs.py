@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,14 +132,14 @@ MODES = {
 
 
 class Case:
-    """The folders of a mode's runs."""
+    """The folders of a mode's runs, below `folder`."""
 
-    def __init__(self, bench: Bench, mode: Mode):
+    def __init__(self, bench: Bench, mode: Mode, folder: Path):
         self.bench = bench
         self.mode = mode
-        self.run = bench.folder / "run"
-        self.copies = bench.folder / "copies"
-        self.kept = bench.folder / "kept"
+        self.run = folder / "run"
+        self.copies = folder / "copies"
+        self.kept = folder / "kept"
         if mode.after:
             done = bench.command(self._words(mode.after), [])
             assert done.code == 0, done.said
@@ -192,9 +193,9 @@ def steps_in(path: Path) -> list[int]:
     return [line["step"] for line in lines if line["event"] == "step"]
 
 
-def main(folder: Path, name: str, patterns: list[str]) -> None:
-    """Fails, in a small run each, the first operation of each place that a pattern `KIND/ERRNO/REGEX` finds; prints a
-    JSON object a line of how it ended."""
+def main(folder: Path, modes: dict[str, list[str]]) -> None:
+    """Fails, in a small run each, the first operation of each place that a pattern `KIND/ERRNO/REGEX` finds; `modes`:
+    mode -> patterns. Prints a JSON object a line of how it ended."""
     from megaspec_launchers import local
     from megaspec_launchers.rank_factory import RankFactory
 
@@ -203,19 +204,26 @@ def main(folder: Path, name: str, patterns: list[str]) -> None:
     # one warm process for all runs
     factory.close = lambda: None
     local.RankFactory = lambda *_, **__: factory
-    case = Case(Bench(folder, factory), MODES[name])
-    recorded = case.go(logs=True)
-    assert recorded.code == 0, recorded.said
-    for pattern in patterns:
-        kind, code, site = pattern.split("/", 2)
-        found = sorted({one for of, one in recorded.log if of == kind and re.search(site, one)})
-        assert found, f"no operation of the run is {pattern}"
-        for one in found:
-            ended = case.go(fail={"kind": kind, "site": one, "errno": getattr(errno, code)})
-            told = {"pattern": pattern, "site": one} | case.found(ended)
-            print(json.dumps(told), flush=True)
+    bench = Bench(folder, factory)
+    for name, patterns in modes.items():
+        case = Case(bench, MODES[name], folder / name)
+        recorded = case.go(logs=True)
+        assert recorded.code == 0, recorded.said
+        for pattern in patterns:
+            for told in ended(case, recorded, pattern):
+                print(json.dumps({"mode": name} | told), flush=True)
     close()
 
 
+def ended(case: Case, recorded: Ended, pattern: str) -> Iterator[dict]:
+    """How runs end in which an operation fails that `recorded` had and the pattern finds."""
+    kind, code, site = pattern.split("/", 2)
+    found = sorted({one for of, one in recorded.log if of == kind and re.search(site, one)})
+    assert found, f"no operation of the run is {pattern}"
+    for one in found:
+        how = case.go(fail={"kind": kind, "site": one, "errno": getattr(errno, code)})
+        yield {"pattern": pattern, "site": one} | case.found(how)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
