@@ -1,7 +1,9 @@
 """Where groups and recipes are looked for, and what a file of them may say. Torch-free and Hydra-free."""
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePath
@@ -136,20 +138,36 @@ class SearchPath:
 def search_path(config_dirs: Sequence[str | Path] | SearchPath) -> SearchPath:
     """Of these folders; one that is made already stays, with the files that it has read.
 
-    Where only what ships is looked through, which does not change, it is the same one each time.
+    Where only what ships is looked through, it is the same one each time, until a file there is another.
     """
     if isinstance(config_dirs, SearchPath):
         return config_dirs
     own = Path("recipes")
     if config_dirs or (own.exists() and own.resolve() != recipes_dir().resolve()):
         return SearchPath(config_dirs)
-    return _shipped(conf_dir(), recipes_dir(), _label(conf_dir()), _label(recipes_dir()))
+    shipped = (conf_dir(), recipes_dir())
+    return _shipped(tuple((_label(folder), _state_of(folder)) for folder in shipped))
 
 
 @lru_cache(maxsize=4)
-def _shipped(*_: Path | str) -> SearchPath:
-    """Told apart by where it lies, and by how messages name that from the working folder."""
+def _shipped(_: Hashable) -> SearchPath:
+    """Told apart by how messages name it from the working folder, and by the state of its files."""
     return SearchPath()
+
+
+def _state_of(folder: Path) -> Hashable:
+    """Of each file below it what changes when it is written."""
+    files = []
+    for root, _, names in os.walk(folder):
+        for name in names:
+            if not name.endswith(".yaml"):
+                continue
+            path = os.path.join(root, name)
+            # one that has just been removed counts as none
+            with suppress(FileNotFoundError):
+                stat = os.stat(path)
+                files.append((path, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(sorted(files))
 
 
 def _ambiguous(config_path: str, found: Sequence[Path]) -> Problem:

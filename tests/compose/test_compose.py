@@ -10,7 +10,7 @@ import pytest
 
 from megaspec.compose.compose import compose, recompose
 from megaspec.compose.paths import recipes_dir
-from megaspec.compose.search_path import SearchPath
+from megaspec.compose.search_path import SearchPath, search_path
 from megaspec.core.errors import RecipeError
 from megaspec.core.kinds import annotation_of, models_of, tags_of
 from megaspec.core.problems import field_paths, one_of
@@ -513,6 +513,22 @@ def test_refused_recipes(folder, text, line, words):
 def test_wrong_order_of_defaults_is_an_error(folder):
     (folder / "recipes" / "bad.yaml").write_text("defaults:\n  - override /model: hello\n  - hello\n")
     assert "must be at the end" in problems_of("bad")[0].message
+
+
+def test_a_shipped_file_that_is_edited_meanwhile_is_read_again(tmp_path, monkeypatch):
+    """As in a notebook; files that stay as they are are read once."""
+    recipes = tmp_path / "shipped"
+    recipes.mkdir()
+    hello = (ROOT / "recipes/hello.yaml").read_text()
+    (recipes / "hello.yaml").write_text(hello)
+    monkeypatch.setattr("megaspec.compose.search_path.recipes_dir", lambda: recipes)
+    monkeypatch.chdir(tmp_path)
+    before = compose("hello")
+    assert search_path(()) is search_path(())
+    (recipes / "hello.yaml").write_text(hello.replace("steps: 240", "steps: 4321"))
+    assert compose("hello").recipe.train.steps == 4321 != before.recipe.train.steps
+    (recipes / "other.yaml").write_text(hello)
+    assert compose("other").recipe.train == before.recipe.train
 
 
 def test_shipped_yaml_names_no_code():
