@@ -10,9 +10,9 @@ from megaspec.core.problems import show
 from megaspec.core.units import counted
 from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, StreamSpec, shares_documents
 from megaspec.data.urls import all_url_places
-from megaspec.rules.case import LONGEST_RAMP, Case, sequence_unit
+from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.ways import Way, way_out
-from megaspec.train.batch_schedule import BatchSchedule
+from megaspec.train.batch_schedule import LONGEST_RAMP, BatchSchedule, ramp_is_too_long
 
 
 def global_batch_divides(case: Case) -> Problem | None:
@@ -55,7 +55,7 @@ def ramp_reaches_the_batch(case: Case) -> Problem | None:
     if ramp is None or ramp.start >= full:
         return None
     rest = full - ramp.start
-    if rest // ramp.increment > LONGEST_RAMP:
+    if ramp_is_too_long(case.recipe.train):
         text = f"train.batch_ramp.increment={ramp.increment} leads from {ramp.start} to train.global_batch={full} in"
         text += f" {rest // ramp.increment} increments, {LONGEST_RAMP} at most are possible"
         return Problem("train.batch_ramp.increment", f"{text}; {_other_ramp(case)}")
@@ -160,7 +160,7 @@ def blend_without_weights_is_one_pass(case: Case) -> Problem | None:
     available = case.facts.train_samples
     if not isinstance(data, IndexedSpec) or len(data.blend) == 1 or available is None:
         return None
-    if any(part.weight is not None for part in data.blend):
+    if any(part.weight is not None for part in data.blend) or ramp_is_too_long(train):
         return None
     needed = BatchSchedule(train).consumed(train.steps)
     if needed <= available:

@@ -13,9 +13,7 @@ from megaspec.nn.mla.spec import LatentSpec
 from megaspec.nn.moe.spec import MoeSpec
 from megaspec.recipe import Recipe
 from megaspec.rules.run_facts import Facts
-from megaspec.train.batch_schedule import BatchSchedule
-
-LONGEST_RAMP = 10_000
+from megaspec.train.batch_schedule import BatchSchedule, ramp_is_too_long
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,7 @@ class Case:
     def batches(self) -> tuple[int, ...]:
         """Every global batch that occurs; of a ramp that is too long, which is told elsewhere, only the last."""
         train = self.recipe.train
-        ramp = train.batch_ramp
-        if ramp is not None and (train.global_batch - ramp.start) // ramp.increment > LONGEST_RAMP:
+        if ramp_is_too_long(train):
             return (train.global_batch,)
         return BatchSchedule(train).batches
 

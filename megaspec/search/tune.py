@@ -34,7 +34,6 @@ from megaspec.rules.table import is_legal
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.balance import divided_by_load, divided_within
 from megaspec.search.division import fastest_division
-from megaspec.train.batch_schedule import BatchSchedule
 
 # Fields that a search may decide, as dotted paths.
 SEARCHED = (
@@ -555,7 +554,7 @@ def shards_of_a_replica(dp: int, inner: int, *, node: int, grid: int) -> tuple[i
 
 def _micro_batches(grid: Grid, dp: int) -> list[int]:
     """Sequences of a micro batch: what divides a rank's share of every batch of the run, up to 16."""
-    share = gcd(*BatchSchedule(grid.recipe.train).batches) // dp
+    share = gcd(*_case(grid, grid.recipe).batches) // dp
     sizes = [1]
     if share:
         sizes = [n for n in divisors(share) if n <= _MAX_MICRO_BATCH]

@@ -2,6 +2,15 @@
 
 from megaspec.train.spec import TrainSpec
 
+LONGEST_RAMP = 10_000
+"""Increments of a ramp at most: each is a stage of its own, and a recipe may say any numbers."""
+
+
+def ramp_is_too_long(train: TrainSpec) -> bool:
+    """Whether a ramp has more increments than a schedule is made of; a rule tells it."""
+    ramp = train.batch_ramp
+    return ramp is not None and (train.global_batch - ramp.start) // ramp.increment > LONGEST_RAMP
+
 
 class BatchSchedule:
     """How many sequences each optimizer step takes.
@@ -23,6 +32,7 @@ class BatchSchedule:
             first_sample = step * ramp.start
             sample = first_sample
             n_increments = (train.global_batch - ramp.start) // ramp.increment
+            assert n_increments <= LONGEST_RAMP, f"{n_increments} increments: ramp_is_too_long was not asked"
             for k in range(n_increments):
                 batch = ramp.start + k * ramp.increment
                 # the batch grows at the first step that begins at or behind this sample

@@ -100,6 +100,15 @@ def test_layouts_have_the_attention_that_auto_takes_for_them():
         assert spec.kernels.attention == attention
 
 
+def test_a_ramp_of_any_length_is_searched_at_once():
+    """One of 250 million increments is refused by a rule, behind the search for a layout."""
+    words = ("data=random", "parallelism=auto", "train.micro_batch=auto", "launcher.ranks=8")
+    ramp = ("train.global_batch=1000000000", "train.batch_ramp={start: 4, increment: 4, samples: 1000}")
+    recipe = compose("llama3_8b", (*words, *ramp)).recipe
+    with within(5), pytest.raises(RecipeError, match="in 249999999 increments, 10000 at most are possible"):
+        resolve(recipe, target_of("H200", 8), FACTS)
+
+
 def test_more_recomputation_than_is_needed_only_costs_time():
     """Why the search stops at the least that fits."""
     for layout in list(layouts(grid_of("llama3_8b", gpus=8)))[::9]:
