@@ -115,11 +115,11 @@ class GatedProducer:
     forward: Callable[..., torch.Tensor]
     """(gate_up, code) -> [..., F]"""
     forward_in_fp8: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """(gate_up, code, *, known) -> [M, F], [F, M], scale"""
+    """(gate_up, code, *, known, tile) -> [M, F], [F, M], scale; `tile`: another one than a run takes"""
     backward: Callable[..., torch.Tensor]
     """(grad, gate_up, code) -> [..., 2 F]"""
     backward_in_fp8: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """(grad, gate_up, code, *, known) -> [M, 2 F], [2 F, M], scale"""
+    """(grad, gate_up, code, *, known, tile) -> [M, 2 F], [2 F, M], scale"""
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,8 @@ def _refuse_layouts_that_fit_nothing(
         text += f"launcher.nodes={launcher.nodes}, of {counted(launcher.ranks_per_node, 'rank')} each, and fits none; "
         problems.append(Problem(f"{KEY}.{index}", text + "change its degrees, or drop it"))
         for problem in refused[0].problems:
-            problems.append(Problem(problem.key, f"on {launcher.nodes} nodes: {problem.message}", code=problem.code))
+            text = f"on {launcher.nodes} nodes: {problem.message}"
+            problems.append(Problem(problem.key, text, problem.origin, problem.code))
     if problems:
         raise RecipeError(problems)
 

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megaspec_kernels import bench
-from megaspec_kernels.bench import on_device
+from megaspec_kernels.bench import Work, on_device
 from megaspec_kernels.fp8_cast import triton as casts
 from megaspec_kernels.fp8_cast import triton_groups as casts_of_groups
-from megaspec_kernels.fp8_cast.bench import unbalanced_ends
+from megaspec_kernels.fp8_cast.bench import known_one, unbalanced_ends
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.gated import triton as gates
 from megaspec_kernels.gated import triton_weighted as weighted
@@ -42,18 +42,13 @@ RMS = NormForm("rms", "scale", 1e-5).code
 SILU = GatedForm("silu").code
 
 
-def rate(call: Callable[[], Any], moved: int) -> float:
+def rate(call: Callable[[], Any], moved: float) -> float:
     """GB/s."""
     return moved / bench._seconds(on_device(call), torch.device("cuda")) / 1e9
 
 
 def known(dtype: torch.dtype) -> Known:
-    return Known(
-        torch.ones(1, device="cuda"),
-        torch.zeros(1, device="cuda"),
-        torch.zeros(1, dtype=torch.int64, device="cuda"),
-        dtype,
-    )
+    return known_one(dtype, torch.device("cuda"))
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -114,59 +109,61 @@ def of_rotations(M: int, heads: Heads) -> Iterator[tuple[str, float]]:
             yield f"rotation in fp8, backward, {tile}", rate(call, 4 * M * heads.width)
 
 
-class Written(NamedTuple):
-    """A call whose results are in fp8, and the bytes that it has to read and write."""
-
-    name: str
-    call: Callable[[], Any]
-    moved: int
+def work(name: str, call: Callable[[], Any], moved: int) -> Work:
+    """With a copy of as many bytes."""
+    return Work(name, call, moved, "bytes", bench.copy_of(moved, torch.device("cuda")))
 
 
-def that_write_fp8(size: str) -> Iterator[Written]:
+def that_write_fp8(size: str) -> Iterator[Work]:
     """Each with the launch choices that a run takes."""
     M, D, F = SIZES[size]
     gate_up, grad = bf16(M, 2 * F), bf16(M, F)
-    e4m3, e5m2 = known(torch.float8_e4m3fn), known(torch.float8_e5m2)
+    e4m3 = known(torch.float8_e4m3fn)
+    e5m2 = known(torch.float8_e5m2)
     forward = partial(gates.gated_forward_in_fp8, gate_up, SILU, known=e4m3)
-    yield Written(f"gate, forward, {M} x {F}", forward, 6 * M * F)
+    yield work(f"gate, forward, {M} x {F}", forward, 6 * M * F)
     backward = partial(gates.gated_backward_in_fp8, grad, gate_up, SILU, known=e5m2)
-    yield Written(f"gate, backward, {M} x {F}", backward, 10 * M * F)
+    yield work(f"gate, backward, {M} x {F}", backward, 10 * M * F)
     heads = HEADS[size]
     # of two sequences
     grads = tuple(bf16(2, M // 2, count, heads.size) for count in (heads.queries, heads.keys, heads.keys))
     cos, sin = angles(M // 2, half=heads.size // 2, device=gate_up.device)
     turned = partial(rotations.rope_backward_in_fp8, *grads, cos, sin, known=e5m2)
-    yield Written(f"rotation, backward, {M} x {heads.width}, heads of {heads.size}", turned, 4 * M * heads.width)
+    yield work(f"rotation, backward, {M} x {heads.width}, heads of {heads.size}", turned, 4 * M * heads.width)
     norm = partial(norms.norm_forward_in_fp8, bf16(M, D), bf16(M, D), bf16(D), None, RMS, known=e4m3)
-    yield Written(f"sum and norm, forward, {M} x {D}", norm, 8 * M * D)
+    yield work(f"sum and norm, forward, {M} x {D}", norm, 8 * M * D)
     for columns in (D, 2 * F):
         x = bf16(M, columns)
         cast = partial(casts.cast, x, e5m2.scale.view(1, 1), block=(None, None), dtype=e5m2.dtype, columns=True)
         recorded = partial(cast, seen=e5m2.seen, saturated=e5m2.saturated, scale_copy=torch.empty(1, 1, device="cuda"))
-        yield Written(f"cast, {M} x {columns}", recorded, 4 * M * columns)
+        yield work(f"cast, {M} x {columns}", recorded, 4 * M * columns)
 
 
-def that_write_fp8_of_experts() -> Iterator[Written]:
+def that_write_fp8_of_experts() -> Iterator[Work]:
     """32 unequal groups of rows, as a layer like gpt-oss-20b's takes 8 k tokens."""
     E, R, F = 32, 32768, 2880
-    gate_up, grad, weights = bf16(R, 2 * F), bf16(R, F), torch.rand(R, device="cuda")
+    gate_up = bf16(R, 2 * F)
+    grad = bf16(R, F)
+    weights = torch.rand(R, device="cuda")
     groups = casts_of_groups.groups(unbalanced_ends(E, R, gate_up.device), R)
     form = GatedForm("silu")
-    known_e4m3, known_e5m2 = known(torch.float8_e4m3fn), known(torch.float8_e5m2)
-    forward = partial(weighted.forward_in_fp8, gate_up, weights, groups, form=form, known=known_e4m3)
-    yield Written(f"experts' gate, forward, {R} x {F}", forward, 6 * R * F)
-    backward = partial(weighted.gradients_in_fp8, grad, gate_up, weights, groups, form=form, known=known_e5m2)
-    yield Written(f"experts' gate, backward, {R} x {F}", backward, 10 * R * F)
+    forward = partial(weighted.forward_in_fp8, gate_up, weights, groups, form=form, known=known(torch.float8_e4m3fn))
+    yield work(f"experts' gate, forward, {R} x {F}", forward, 6 * R * F)
+    backward = partial(
+        weighted.gradients_in_fp8, grad, gate_up, weights, groups, form=form, known=known(torch.float8_e5m2)
+    )
+    yield work(f"experts' gate, backward, {R} x {F}", backward, 10 * R * F)
 
 
 def chosen(sizes: list[str], out: Path | None) -> None:
+    """Prints a JSON line of each, and appends it to a file: microseconds, and GB/s beside a copy."""
     works = [that_write_fp8(size) for size in sizes] + [that_write_fp8_of_experts()]
-    for work in chain.from_iterable(works):
-        found = rate(work.call, work.moved)
-        copied = rate(bench.copy_of(work.moved, torch.device("cuda")), work.moved)
+    for one in chain.from_iterable(works):
+        found = rate(one.call, one.amount)
+        copied = rate(one.copy, one.amount)
         line = {
-            "name": work.name,
-            "us": round(work.moved / found / 1e3, 1),
+            "name": one.name,
+            "us": round(one.amount / found / 1e3, 1),
             "GB_s": round(found),
             "copy_GB_s": round(copied),
         }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.bench import Bench, Held, Work, copy_of, on_device, random, training_dtype
-from megaspec_kernels.fp8_cast.formats import Block, scale_of, spread
+from megaspec_kernels.fp8_cast.formats import Block, Known, scale_of, spread
 from megaspec_kernels.fp8_cast.tiles import TILES
 from megaspec_kernels.gate import Results
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
@@ -80,6 +80,16 @@ def _columns(kernel: Fp8CastKernel, device: torch.device) -> Iterator[Work]:
         x8_MK = torch.randn(M, K, device=device).to(E5M2)
         call = _alone(partial(kernel.columns, x8_MK), device)
         yield Work(f"columns of fp8, {M} x {K}", call, 2 * M * K, "bytes", copy_of(2 * M * K, device))
+
+
+def known_one(dtype: torch.dtype, device: torch.device) -> Known:
+    """A scale of one that is known, with what kernels record beside it."""
+    return Known(
+        torch.ones(1, device=device),
+        torch.zeros(1, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+        dtype,
+    )
 
 
 def unbalanced_ends(groups: int, rows: int, device: torch.device) -> Tensor:

@@ -19,8 +19,7 @@ from megaspec_kernels.bench import (
     replayed,
     training_dtype,
 )
-from megaspec_kernels.fp8_cast.bench import unbalanced_ends
-from megaspec_kernels.fp8_cast.formats import Known
+from megaspec_kernels.fp8_cast.bench import known_one, unbalanced_ends
 from megaspec_kernels.gate import results
 from megaspec_kernels.gated.form import GatedForm
 from megaspec_kernels.gated.tiles import TILES
@@ -80,12 +79,7 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
 def _in_fp8(producer: GatedProducer, grad: Tensor, gate_up: Tensor) -> Iterator[Work]:
     """What is written is a byte in each layout."""
     M, F = grad.shape
-    known = Known(
-        torch.ones(1, device=grad.device),
-        torch.zeros(1, device=grad.device),
-        torch.zeros(1, dtype=torch.int64, device=grad.device),
-        torch.float8_e4m3fn,
-    )
+    known = known_one(torch.float8_e4m3fn, grad.device)
     code = GatedForm("silu").code
     for what, form in _tiles().items():
         forward = partial(producer.forward_in_fp8, gate_up, code, known=known, **form)
@@ -124,12 +118,7 @@ def _of_experts(kernel: WeightedGatedKernel, device: torch.device) -> Iterator[W
     if device.type != "cuda":
         return
     groups = REGISTRY["fp8_cast"]["triton"].groups(unbalanced_ends(E, R, device), R)
-    known = Known(
-        torch.ones(1, device=device),
-        torch.zeros(1, device=device),
-        torch.zeros(1, dtype=torch.int64, device=device),
-        torch.float8_e4m3fn,
-    )
+    known = known_one(torch.float8_e4m3fn, device)
     for what, form in _tiles().items():
         forward = partial(kernel.forward_in_fp8, groups=groups, known=known, **plain, **form)
         amount = size * (2 * grad.itemsize + 2)

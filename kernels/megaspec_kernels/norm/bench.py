@@ -19,7 +19,7 @@ from megaspec_kernels.bench import (
     replayed,
     training_dtype,
 )
-from megaspec_kernels.fp8_cast.formats import Known
+from megaspec_kernels.fp8_cast.bench import known_one
 from megaspec_kernels.gate import Results, results
 from megaspec_kernels.norm.form import NormForm
 from megaspec_kernels.registry import REGISTRY, NormKernel, NormProducer
@@ -104,12 +104,7 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
 def _in_fp8(producer: NormProducer, x: Tensor, term: Tensor, weight: Tensor, *, columns: bool) -> Work:
     """Both terms are read, their sum is written, and what is normed in both layouts or in rows alone."""
     M, D = x.shape
-    known = Known(
-        torch.ones(1, device=x.device),
-        torch.zeros(1, device=x.device),
-        torch.zeros(1, dtype=torch.int64, device=x.device),
-        torch.float8_e4m3fn,
-    )
+    known = known_one(torch.float8_e4m3fn, x.device)
     call = partial(producer.forward_in_fp8, x, term, weight, None, RMS.code, known=known, columns=columns)
     layouts = 2 if columns else 1
     what = "fp8" if columns else "rows of fp8"

@@ -20,7 +20,7 @@ from megaspec_kernels.bench import (
     replayed,
     training_dtype,
 )
-from megaspec_kernels.fp8_cast.formats import Known
+from megaspec_kernels.fp8_cast.bench import known_one
 from megaspec_kernels.gate import results
 from megaspec_kernels.registry import REGISTRY, RopeProducer
 from megaspec_kernels.rope.form import Heads
@@ -101,12 +101,7 @@ def _in_fp8(
     producer: RopeProducer, grads: tuple[Tensor, ...], cos: Tensor, sin: Tensor, tokens: str, moved: int
 ) -> Work:
     """What is written is a byte in each layout."""
-    known = Known(
-        torch.ones(1, device=cos.device),
-        torch.zeros(1, device=cos.device),
-        torch.zeros(1, dtype=torch.int64, device=cos.device),
-        torch.float8_e5m2,
-    )
+    known = known_one(torch.float8_e5m2, cos.device)
     call = partial(producer.backward_in_fp8, *grads, cos, sin, known=known)
     return Work(f"backward in fp8, {tokens}", on_device(call), moved, "bytes", copy_of(moved, cos.device))
 
