@@ -34,8 +34,8 @@ _EQUAL_STAGES = {"1f1b": 1.0, "interleaved": 1.0, "zb_h1": 1 / 3, "zb_v": 1 / 6}
 # What says which layout a line measured, whatever it measured of it.
 _IDENTITY = (
     "peer", "layout", "switch", "model", "recipe", "micro_batch", "seq", "mbs", "accum", "gpus", "tp", "dp", "pp", "cp",
-    "ep", "parallelism", "precision", "d_shared", "transport", "NCCL_MAX_P2P_NCHANNELS", "operation", "implementation",
-    "name", "what", "folder", "force_balance", "chunks", "stages", "p2p", "cp_messages",
+    "ep", "parallelism", "precision", "set", "fp8", "d_shared", "transport", "NCCL_MAX_P2P_NCHANNELS", "operation",
+    "implementation", "name", "what", "folder", "force_balance", "chunks", "stages", "p2p", "cp_messages",
 )  # fmt: skip
 
 
@@ -136,7 +136,8 @@ def _groups(file: str) -> tuple[Group, ...]:
     groups: dict[str, Group] = defaultdict(lambda: Group(file))
     for text in (RESULTS / f"{file}.jsonl").read_text().splitlines():
         line = json.loads(text)
-        identity = [line.get(name) for name in _IDENTITY]
+        # a line that has no field asked for nothing, as one whose field is empty
+        identity = [line.get(name) or None for name in _IDENTITY]
         identity.append(line.get("kernels", line).get("attention"))
         # elsewhere a run is one of several of the same thing
         identity.append(line.get("run") if "last_loss" in line else None)

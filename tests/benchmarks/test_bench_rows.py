@@ -204,6 +204,28 @@ def test_parts_of_a_sequence_have_as_much_to_attend_to():
     assert len({int(part.sum()) for part in parts}) == 1
 
 
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_peers_of_one_machine_don_t_meet(monkeypatch):
+    for name in LAUNCHED:
+        # set first, so that what is set below is undone
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    mcore_rows.complete_environment()
+    # the first stays while the second begins
+    stores = [next(torch.distributed.rendezvous("env://")) for _ in range(2)]
+    assert [(rank, world) for _, rank, world in stores] == [(0, 1), (0, 1)]
+    assert stores[0][0].port != stores[1][0].port
+
+
+def test_ranks_of_a_launch_stay_as_they_are(monkeypatch):
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    mcore_rows.complete_environment()
+    assert {name: os.environ[name] for name in LAUNCHED} == LAUNCHED
+
+
 def args_of(*words: str) -> object:
     return bench_rows.parser().parse_args(["--rows", "smoke", "--warmup", "1", "--steps", "1", *words])
 

@@ -522,10 +522,18 @@ def timed(
     return [first.elapsed_time(last) / 1e3 for first, last in pairwise(marks)], losses
 
 
+def complete_environment() -> None:
+    """What a launcher tells its ranks, for one process that none has started."""
+    if "RANK" in os.environ:
+        return
+    # port 0: the system chooses a free one, so that two peers on one machine don't meet
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        os.environ.setdefault(name, value)
+
+
 def start(args: argparse.Namespace) -> Here:
     """This rank and its device, with the process group."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29511")):
-        os.environ.setdefault(name, value)
+    complete_environment()
     if args.device == "cpu":
         stand_in_for_cuda()
         device = torch.device("cpu")
