@@ -12,8 +12,9 @@ formats and sizes, an element at a time.
 Note "Lines". Where rows and columns have scales of their own, a layout at a time reads a matrix four times: 10 bytes an
 element. A short line is as long as a tile, so one program sees all of it: `lines_kernel` finds both sets of scales in
 the tile that it casts, 4 bytes an element. Whole lines take a pass for the largest elements of both, and one that casts
-by scales that it loads: 6 bytes. A pair is cast twice, by the scale of its row and by those of its columns. The largest
-elements are found two at a time (`larger_pairs`): integers one at a time would take longer than memory does.
+by scales that it loads: 6 bytes. A pair is cast twice, by the scale of its row and by those of its columns. What can be
+done with both of its elements at once is done in bf16: the larger ones are found (`larger_pairs`), and infinity becomes
+NaN (`without_infinity`), once for both casts.
 """
 
 # M rows, K columns of a matrix; m, k blocks along them
@@ -413,15 +414,15 @@ if triton is not None:
 
     @triton.jit
     def larger_pairs(a, b):
-        """The larger of the first and of the second ones of two pairs in bf16 without signs. One NaN makes the result
-        NaN, an integer above those of all numbers."""
+        """The larger one of the first elements of two pairs without signs, and of the second ones. NaN where there is
+        one: its bits are above those of all numbers, as infinity's are."""
         return tl.inline_asm_elementwise(
             "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
         )
 
     @triton.jit
     def largest_pairs(pairs, axis: tl.constexpr, interpreted: tl.constexpr):
-        """The same along an axis."""
+        """The same of all pairs along an axis."""
         if interpreted:
             largest = tl.max(pairs & 0x7FFF0000, axis=axis) | tl.max(pairs & 0x7FFF, axis=axis)
         else:
@@ -496,7 +497,7 @@ if triton is not None:
 
     @triton.jit
     def row_scale(pairs, scale_ptr, mask, exponent: tl.constexpr, interpreted: tl.constexpr):
-        """The scale of each row: where there is an `exponent` made of its largest element, and stored."""
+        """The scale of each row, as lines_kernel has it: found and written, or read."""
         if exponent:
             bits = scale_bits(largest_in_rows(pairs, interpreted), exponent)
             tl.store(scale_ptr, bits, mask=mask)
@@ -506,13 +507,13 @@ if triton is not None:
 
     @triton.jit
     def without_infinity(pairs, interpreted: tl.constexpr):
-        """NaN in place of it."""
+        """Pairs with NaN in place of infinity."""
         if interpreted:
             low = tl.where((pairs & 0x7F80) == 0x7F80, 0x40, 0)
             high = tl.where((pairs & 0x7F800000) == 0x7F800000, 0x400000, 0)
             finite = pairs | low | high
         else:
-            # x · 0 + x
+            # x · 0 + x, which changes nothing else: zero has the sign of x
             finite = tl.inline_asm_elementwise(
                 "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
                 "=r,r",
@@ -533,7 +534,7 @@ if triton is not None:
         least_exponent: tl.constexpr,
         interpreted: tl.constexpr,
     ):
-        """What cast_pairs does with pairs that are without infinity."""
+        """What cast_pairs does, of pairs without infinity."""
         low, high = split(pairs)
         return two_rounded(low * low_inverse, high * high_inverse, largest, mantissa, least_exponent, interpreted)
 
