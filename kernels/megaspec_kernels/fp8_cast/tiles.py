@@ -30,3 +30,15 @@ TILES = {
     "128x64, 8 warps": Tile(128, 64, 8, 48, 16, "evict_first"),
 }
 BEST = TILES["128x128"]
+
+# Of kernels that see lines in both directions, see note "Lines" in triton.py. Short lines take tiles of 128 x 128.
+TILES_OF_LINES = {
+    "8 warps": Tile(128, 128, 8, 80, 8),
+    "8 warps, read once": Tile(128, 128, 8, 80, 8, "evict_first"),
+    "4 warps": Tile(128, 128, 4, 168, 8),
+    "16 warps": Tile(128, 128, 16, 48, 8),
+    # spills 21 registers where it finds scales and 7 where it loads them; the others none, of whole tiles (Triton 3.7,
+    # sm90)
+    "8 warps, 4 programs": Tile(128, 128, 8, 64, 8),
+}
+BEST_OF_LINES = TILES_OF_LINES["8 warps"]
