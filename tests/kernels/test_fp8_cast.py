@@ -20,7 +20,7 @@ from megaspec_kernels.fp8_cast.formats import (
     scale_shape,
     spread,
 )
-from megaspec_kernels.fp8_cast.tiles import TILES, TILES_OF_LINES
+from megaspec_kernels.fp8_cast.tiles import TILES, TILES_OF_LINES, TILES_OF_SHORT_LINES
 from megaspec_kernels.gate import filled_with_nan
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
 from tests.kernels.fp8 import power_of_two_scale, quantised
@@ -368,12 +368,14 @@ def test_every_tile_of_triton_makes_the_same_lines(device) -> None:
         asked = plain.quantise_short_lines(x, dtype=E4M3)
         scales = plain.scales_of_lines(x, dtype=E4M3)
         there = [scale.to(device) for scale in scales]
-        for what, tile in TILES_OF_LINES.items():
+        for what, tile in TILES_OF_SHORT_LINES.items():
             with filled_with_nan():
                 found = triton.quantise_short_lines(x.to(device), dtype=E4M3, tile=tile)
+            _check_same(found, asked, what)
+        for what, tile in TILES_OF_LINES.items():
+            with filled_with_nan():
                 found_scales = triton.scales_of_lines(x.to(device), dtype=E4M3, tile=tile)
                 lines = triton.cast_lines(x.to(device), *there, dtype=E4M3, tile=tile)
-            _check_same(found, asked, what)
             _check_same(found_scales, scales, what)
             _check_same(lines, plain.cast_lines(x, *scales, dtype=E4M3), what)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megaspec_kernels.bench import Bench, Held, Work, copy_of, on_device, random, training_dtype
 from megaspec_kernels.fp8_cast.formats import SHORT_COLUMN, SHORT_ROW, Block, Known, scale_of, spread
-from megaspec_kernels.fp8_cast.tiles import TILES, TILES_OF_LINES
+from megaspec_kernels.fp8_cast.tiles import TILES, TILES_OF_LINES, TILES_OF_SHORT_LINES
 from megaspec_kernels.gate import Results
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
 
@@ -122,6 +122,7 @@ def _lines(kernel: Fp8CastKernel, device: torch.device, name: str) -> Iterator[W
         if name == "triton" and (M, K) in compared:
             for tile, form in TILES_OF_LINES.items():
                 forms[f", tile {tile}"] = {"tile": form}
+        short = {f", tile {tile}" for tile in TILES_OF_SHORT_LINES}
         for what, form in forms.items():
             where = f"{M} x {K}{what}"
             find = _alone(partial(kernel.scales_of_lines, x_MK, dtype=E4M3, **form), device)
@@ -130,6 +131,8 @@ def _lines(kernel: Fp8CastKernel, device: torch.device, name: str) -> Iterator[W
             cast = _alone(partial(kernel.cast_lines, x_MK, *scales, dtype=E4M3, **form), device)
             title = f"cast by scales of rows and of columns, both layouts, {where}"
             yield Work(title, cast, amount, "bytes", copy_of(amount, device))
+            if what and what not in short:
+                continue
             both = _alone(partial(kernel.quantise_short_lines, x_MK, dtype=E4M3, **form), device)
             title = f"scales of 1x128 and 128x1, cast, both layouts, {where}"
             yield Work(title, both, amount, "bytes", copy_of(amount, device))

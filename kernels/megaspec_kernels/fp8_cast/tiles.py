@@ -31,8 +31,8 @@ TILES = {
 }
 BEST = TILES["128x128"]
 
-# Of kernels that see lines in both directions, see note "Lines" in triton.py. Short lines take tiles of 128 x 128.
-TILES_OF_LINES = {
+# Of kernels that see short lines in both directions, see note "Lines" in triton.py.
+TILES_OF_SHORT_LINES = {
     "8 warps": Tile(128, 128, 8, 80, 8),
     "8 warps, read once": Tile(128, 128, 8, 80, 8, "evict_first"),
     "4 warps": Tile(128, 128, 4, 168, 8),
@@ -41,4 +41,9 @@ TILES_OF_LINES = {
     # sm90)
     "8 warps, 4 programs": Tile(128, 128, 8, 64, 8),
 }
-BEST_OF_LINES = TILES_OF_LINES["8 warps"]
+BEST_OF_LINES = TILES_OF_SHORT_LINES["8 warps"]
+# Of those that see whole lines: any.
+TILES_OF_LINES = TILES_OF_SHORT_LINES | {
+    "64x128, 4 warps": Tile(64, 128, 4, 80, 8),
+    "128x64, 4 warps": Tile(128, 64, 4, 80, 8),
+}
