@@ -190,8 +190,8 @@ def test_attention_that_is_written_out_takes_longer():
 
 @pytest.mark.usefixtures("at_the_tables_clock")
 def test_scales_of_blocks_cost_what_was_measured():
-    """1508 and 1297 TFLOP/s with whole and blockwise scales, and weight gradients by profiles of 8B; products of a layer
-    of 8B by hand, both formats alike. The first and the last of 16 layers stay in bf16."""
+    """1508 and 1297 TFLOP/s with whole and blockwise scales, weight gradients by profiles of 8B; products of a layer of
+    8B by hand, both formats alike. The first and the last of 16 layers stay in bf16."""
 
     def products(*words):
         return step_time(shaped("llama3_8b_half", *words, precision="fp8"), H200, THROUGHPUT).parts["matrix products"]
