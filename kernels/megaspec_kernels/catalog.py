@@ -65,6 +65,8 @@ class Requirement:
     """Whether it can keep an optimizer's states in fewer than 32 bits."""
     fp8_recipes: tuple[str, ...] = ()
     """Of precision.recipe, those whose scales it takes; empty: all."""
+    hopper_recipes: tuple[str, ...] = ()
+    """Of precision.recipe, those whose scales it takes on Hopper (sm90) alone."""
     writes_fp8: bool = False
     """Whether it writes what a layer beside it multiplies in fp8 itself, by a delayed scale: with such scales `auto`
     takes such a one first."""
@@ -247,7 +249,7 @@ CATALOG: dict[str, Operation] = {
                 devices=("cuda",),
                 min_sm=89,
                 precisions=("fp32", "bf16"),
-                fp8_recipes=("tensorwise", "delayed"),
+                hopper_recipes=("rowwise", "blockwise"),
             ),
             "torch": Requirement(devices=("cuda",), min_sm=89, precisions=("fp32", "bf16")),
             "reference": Requirement(),
@@ -335,6 +337,8 @@ def unmet(
         return f"needs {one_of(need.precisions)}, the model is in {use.precision}"
     if use.fp8_recipe is not None and need.fp8_recipes and use.fp8_recipe not in need.fp8_recipes:
         return f"needs precision.recipe={one_of(need.fp8_recipes)}, it is {use.fp8_recipe}"
+    if use.fp8_recipe in need.hopper_recipes and device == "cuda" and sm // 10 != 9:
+        return f"takes precision.recipe={use.fp8_recipe} on sm90 alone, this GPU is sm{sm}"
     odd = next((width for width in use.widths if width % need.step), None)
     if odd is not None:
         return f"needs matrices whose widths are multiples of {need.step}, one is {odd} wide"

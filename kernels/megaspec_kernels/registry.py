@@ -27,6 +27,7 @@ from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
 from megaspec_kernels.fp8_cast import reference_groups as fp8_cast_reference_groups
 from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
 from megaspec_kernels.fp8_cast import triton_groups as fp8_cast_triton_groups
+from megaspec_kernels.fp8_cast.formats import Quantised
 from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.gated import reference as gated_reference
 from megaspec_kernels.gated import triton as gated_triton
@@ -199,6 +200,14 @@ class Fp8CastKernel:
     """(x_MK, *, block, dtype) -> [m, k]: both of these, in fewer passes"""
     cast: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
     """(x_MK, scale_mk, *, block, dtype, rows, columns, seen, saturated, scale_copy) -> [M, K] and [K, M]"""
+    amax_of_lines: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """(x_MK) -> [M, 1] and [1, K]"""
+    scales_of_lines: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """(x_MK, *, dtype) -> [M, 1] and [1, K]"""
+    cast_lines: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """(x_MK, row_scale_M1, column_scale_1K, *, dtype) -> [M, K] and [K, M]"""
+    quantise_short_lines: Callable[..., Quantised]
+    """(x_MK, *, dtype) -> both layouts and their scales"""
     columns: Callable[..., torch.Tensor]
     """(x_MK in fp8) -> [K, M]"""
     groups: Callable[..., Groups]
@@ -334,6 +343,10 @@ REGISTRY: dict[str, dict[str, Any]] = {
             fp8_cast_triton.scale_of,
             fp8_cast_triton.scale,
             fp8_cast_triton.cast,
+            amax_of_lines=fp8_cast_triton.amax_of_lines,
+            scales_of_lines=fp8_cast_triton.scales_of_lines,
+            cast_lines=fp8_cast_triton.cast_lines,
+            quantise_short_lines=fp8_cast_triton.quantise_short_lines,
             columns=fp8_cast_triton.columns,
             groups=fp8_cast_triton_groups.groups,
             group_amax=fp8_cast_triton_groups.group_amax,
@@ -344,6 +357,10 @@ REGISTRY: dict[str, dict[str, Any]] = {
             fp8_cast_formats.scale_of,
             fp8_cast_reference.scale,
             fp8_cast_reference.cast,
+            amax_of_lines=fp8_cast_reference.amax_of_lines,
+            scales_of_lines=fp8_cast_reference.scales_of_lines,
+            cast_lines=fp8_cast_reference.cast_lines,
+            quantise_short_lines=fp8_cast_reference.quantise_short_lines,
             columns=fp8_cast_reference.columns,
             groups=fp8_cast_reference_groups.groups,
             group_amax=fp8_cast_reference_groups.group_amax,

@@ -68,7 +68,7 @@ class KernelsSpec(Frozen):
     scaled_product: Auto[Literal["cublaslt", "torch", "reference"]] = "auto"
     """Products of fp8 matrices, of precision=fp8; with linear=te auto, since it has its own.
 
-    cublaslt: cuBLASLt itself, which sums weight gradients inside the product; scales of whole tensors alone. torch:
+    cublaslt: cuBLASLt itself, which sums weight gradients inside the product; rowwise and blockwise on Hopper. torch:
     torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which is
     exact but for its sums, and no faster than that."""
     scaled_grouped: Auto[Literal["torch", "reference"]] = "auto"

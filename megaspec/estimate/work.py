@@ -43,16 +43,19 @@ FLASH_COST = 1.83
 FLASH_FORWARD_COST = 629 / 320
 # Implementations of packages, which leave out what documents and windows hide.
 OWN_LENGTHS = ("cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "te")
-# Bytes that the cast to fp8 moves of a number in bf16, by recipe, of experts' rows as well. delayed: one kernel reads
-# it once and writes it in both layouts. tensorwise: it is read before, for the largest element. With scales of lines,
-# and of blocks, each layout has its own: both passes for each. mxfp8 and nvfp4 are planned alone.
-FP8_CAST = {"delayed": 4.0, "tensorwise": 6.0, "rowwise": 10.0, "blockwise": 10.0, "mxfp8": 4.0, "nvfp4": 4.0}
+# Bytes that the cast to fp8 moves of a number in bf16, by recipe, in both layouts. delayed: one kernel reads it once
+# and writes it in both. blockwise: so does one that has whole blocks before it. tensorwise and rowwise: it is read
+# before, for the largest elements. mxfp8 and nvfp4 are planned alone.
+FP8_CAST = {"delayed": 4.0, "tensorwise": 6.0, "rowwise": 6.0, "blockwise": 4.0, "mxfp8": 4.0, "nvfp4": 4.0}
+# The same where each layout is cast by itself, and rows and columns have scales of their own: both are read for their
+# largest elements, and once more.
+FP8_CAST_APART = FP8_CAST | {"rowwise": 10.0, "blockwise": 10.0}
 # Of a weight, whose scale is always that of its numbers; one of a square block is the same in both layouts.
 FP8_WEIGHT_CAST = FP8_CAST | {"delayed": 6.0, "blockwise": 6.0}
-# Of experts' matrices, once a step: with scales of lines columns are turned round in a pass more.
+# Of experts' rows, and of their matrices, once a step: with scales of lines columns are turned round in a pass more.
+GROUP_CAST = FP8_CAST_APART
 GROUP_WEIGHT_CAST = FP8_WEIGHT_CAST | {"rowwise": 12.0}
-# The same of Transformer Engine's casts, which find the largest elements of blocks while they make both layouts.
-TE_CAST = FP8_CAST | {"blockwise": 4.0}
+# Of weights by Transformer Engine's cast, which finds the largest elements of squares while it makes both layouts.
 TE_WEIGHT_CAST = FP8_WEIGHT_CAST | {"blockwise": 4.0}
 # Of what its rank alone casts before others gather it: its columns are not written, but made of the bytes of all ranks,
 # which are read and written for them. With scales of lines both casts are of its tokens, and both write rows.
@@ -102,6 +105,9 @@ GATE_BY_COMPILER = Reached(0.95, 0.46)
 # The same of casts to fp8 (3.65 TB/s in a profile of 8B) and of what is added to sums in fp32 (4.0, experts).
 CAST_REACHES = 0.85
 ADDING_REACHES = 0.9
+# Bytes of a number in fp32 that is multiplied by the scales of its row and of its column, in a pass each: 16, which
+# take as long as 27 of what is added (2.4 TB/s in a profile of 8B on one H200, where sums reach 4.0).
+SCALED_AFTERWARDS = 27.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,8 @@ class Product:
     """Ranks that each cast their own tokens of its input before they gather it; 1: none gather it so."""
     gradient_ranks: int = 1
     """The same of its output's gradient."""
+    casts_input_apart: bool = False
+    """Each layout of its input is cast by itself: all tokens in rows, and this rank's own as they are kept."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +194,8 @@ def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[Rec
     by_experts = operations_writing_for_experts(recipe)
     input_ranks = _ranks_that_cast(recipe, INPUTS_IN_FP8)
     gradient_ranks = _ranks_that_cast(recipe, GRADIENTS_IN_FP8)
+    # tokens that ranks gather in the model's format
+    gathers_wide = recipe.parallelism.sequence_parallel and input_ranks == 1
     by_norms: list[Product] = []
     for linear in layer.linears:
         writing = by_experts if linear.tokens == "routed" else by_layers
@@ -199,6 +209,7 @@ def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[Rec
                 gradient_is_written=linear.gradient_by in writing,
                 input_ranks=input_ranks if linear.split == "columns" else 1,
                 gradient_ranks=gradient_ranks if linear.split == "rows" else 1,
+                casts_input_apart=gathers_wide and linear.split == "columns",
             )
             part.products.append(written)
             part.summed_bytes += _summed_bytes(recipe, written)
@@ -319,7 +330,7 @@ def _summed_bytes(recipe: Recipe, product: Product) -> float:
     found = weights * (run.wide + into)
     if fp8_recipe(recipe.precision) == "rowwise":
         # torch writes no such format with scales of lines: they are multiplied by afterwards, one behind the other
-        found += weights * 2 * (run.wide + run.wide)
+        found += SCALED_AFTERWARDS * weights
     return found
 
 
@@ -504,13 +515,18 @@ def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
             continue
         inputs = product.m * product.k
         gradients = product.m * product.n
-        of_input = casts.of_rows
-        of_gradient = casts.of_rows
+        of_input = casts.of_both
+        of_gradient = casts.of_both
+        if product.groups:
+            of_input = casts.of_group
+            of_gradient = casts.of_group
+        if product.casts_input_apart:
+            of_input = casts.apart
         if product.input_ranks > 1:
-            of_input = (casts.of_rows - casts.columns) / product.input_ranks
+            of_input = (casts.apart - casts.columns) / product.input_ranks
             backward += COLUMNS_OF_BYTES * inputs * product.makes_weight_gradient
         if product.gradient_ranks > 1:
-            of_gradient = (casts.of_rows - casts.columns) / product.gradient_ranks
+            of_gradient = (casts.apart - casts.columns) / product.gradient_ranks
             backward += COLUMNS_OF_BYTES * gradients * product.makes_weight_gradient
         if not product.input_is_written:
             forward += of_input * inputs
@@ -533,11 +549,15 @@ def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
 class _Casts:
     """Bytes that a number takes to be turned into fp8."""
 
-    of_rows: float
-    """Of an input or an output's gradient."""
+    of_both: float
+    """Of an input or an output's gradient, in both layouts at once."""
+    apart: float
+    """The same, each layout by itself."""
     columns: float
     """Those of them that a rank does not move which casts its tokens before others gather them."""
     of_weight: float
+    of_group: float
+    """Of experts' rows."""
     of_group_weight: float
     """Of experts' matrices."""
 
@@ -546,16 +566,24 @@ def _casts(recipe: Recipe) -> _Casts:
     """Of a run in fp8, or none."""
     name = fp8_recipe(recipe.precision)
     if name is None:
-        return _Casts(0.0, 0.0, 0.0, 0.0)
+        return _Casts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     has_one_scale = name in GRADIENTS_IN_FP8
     if recipe.kernels.linear == "te":
         # it computes no experts
-        return _Casts(TE_CAST[name], COLUMNS_BY_CAST * has_one_scale, TE_WEIGHT_CAST[name], 0.0)
+        columns = COLUMNS_BY_CAST * has_one_scale
+        return _Casts(FP8_CAST[name], FP8_CAST[name], columns, TE_WEIGHT_CAST[name], 0.0, 0.0)
     if recipe.kernels.fp8_cast == "reference":
         plain = PLAIN_FP8_CAST[name]
         # turned round behind it
-        return _Casts(plain, COLUMNS_OF_BYTES * has_one_scale, plain, plain)
-    return _Casts(FP8_CAST[name], COLUMNS_BY_CAST * has_one_scale, FP8_WEIGHT_CAST[name], GROUP_WEIGHT_CAST[name])
+        return _Casts(plain, plain, COLUMNS_OF_BYTES * has_one_scale, plain, plain, plain)
+    return _Casts(
+        of_both=FP8_CAST[name],
+        apart=FP8_CAST_APART[name],
+        columns=COLUMNS_BY_CAST * has_one_scale,
+        of_weight=FP8_WEIGHT_CAST[name],
+        of_group=GROUP_CAST[name],
+        of_group_weight=GROUP_WEIGHT_CAST[name],
+    )
 
 
 def is_dequantised(recipe: Recipe, product: Product) -> bool:

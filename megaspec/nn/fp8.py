@@ -52,7 +52,17 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megaspec_kernels.fp8_cast.formats import Block, Known, scale_of, scale_shape
+from megaspec_kernels.fp8_cast.formats import (
+    COLUMN,
+    ROW,
+    SHORT_COLUMN,
+    SHORT_LINE,
+    SHORT_ROW,
+    Block,
+    Known,
+    scale_of,
+    scale_shape,
+)
 from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.registry import Fp8CastKernel, ScaledProductKernel
 
@@ -62,7 +72,6 @@ Split = Literal["none", "outputs", "inputs"]
 """The dimension of a layer's weight, and of what it multiplies, that ranks divide among them."""
 
 _ALL: Block = (None, None)
-_LINE = 128
 
 
 class Blocks(NamedTuple):
@@ -74,9 +83,9 @@ class Blocks(NamedTuple):
 
 _TENSOR = Blocks(_ALL, _ALL)
 # a scale for each line along which a product sums
-_LINES = Blocks((1, None), (None, 1))
-_SHORT_LINES = Blocks((1, _LINE), (_LINE, 1))
-_SQUARES = Blocks((_LINE, _LINE), (_LINE, _LINE))
+_LINES = Blocks(ROW, COLUMN)
+_SHORT_LINES = Blocks(SHORT_ROW, SHORT_COLUMN)
+_SQUARES = Blocks((SHORT_LINE, SHORT_LINE), (SHORT_LINE, SHORT_LINE))
 BLOCKS: dict[Recipe, dict[Role, Blocks]] = {
     "tensorwise": {"input": _TENSOR, "weight": _TENSOR, "gradient": _TENSOR},
     "delayed": {"input": _TENSOR, "weight": _TENSOR, "gradient": _TENSOR},
@@ -275,6 +284,8 @@ class Fp8Linear:
         if blocks.rows == blocks.columns:
             scale = self._scale(x_MK, role, blocks.rows)
             return self._cast(x_MK, role, blocks.rows, scale, rows=rows, columns=columns)
+        if rows and columns:
+            return self._quantise_lines(x_MK, role)
         in_rows = None
         in_columns = None
         if rows:
@@ -284,6 +295,33 @@ class Fp8Linear:
             scale = self._scale(x_MK, role, blocks.columns)
             in_columns = self._cast(x_MK, role, blocks.columns, scale, rows=False, columns=True).columns
         return Fp8Pair(in_rows, in_columns)
+
+    def _quantise_lines(self, x_MK: Tensor, role: Role) -> Fp8Pair:
+        """In both layouts, each by scales of the lines along which a product sums."""
+        cast = self.form.cast
+        dtype = self.form.dtype(role)
+        if self.form.blocks(role) == _SHORT_LINES:
+            by_rows, row_scale, by_columns, column_scale = cast.quantise_short_lines(x_MK, dtype=dtype)
+        else:
+            row_scale, column_scale = self._scales_of_lines(x_MK, role)
+            by_rows, by_columns = cast.cast_lines(x_MK, row_scale, column_scale, dtype=dtype)
+            column_scale = column_scale.t().contiguous()
+        return Fp8Pair(Fp8Tensor(by_rows, row_scale), Fp8Tensor(by_columns, column_scale))
+
+    def _scales_of_lines(self, x_MK: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+        """Of each row [M, 1], and of each column [1, K]."""
+        cast = self.form.cast
+        dtype = self.form.dtype(role)
+        rows_cross = self._goes_across_ranks(role, ROW)
+        columns_cross = self._goes_across_ranks(role, COLUMN)
+        if not (rows_cross or columns_cross):
+            return cast.scales_of_lines(x_MK, dtype=dtype)
+        row_amax, column_amax = cast.amax_of_lines(x_MK)
+        if rows_cross:
+            row_amax = self.largest(row_amax)
+        if columns_cross:
+            column_amax = self.largest(column_amax)
+        return cast.scale_of(row_amax, dtype), cast.scale_of(column_amax, dtype)
 
     def for_columns(self, x_MI: Tensor, in_rows: Fp8Tensor) -> Fp8Tensor:
         """An input as it lies, by the scales that it has in columns. `in_rows`: as it was quantised in rows."""

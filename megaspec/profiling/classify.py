@@ -81,7 +81,7 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^(softmax_stats|softmax_gradient|unpermute|(norm|gated|weighted|rope)_[a-z0-9_]+)_kernel", ELEMENT_WISE),
         # fp8_cast, and what experts' gradients are added up by
         (
-            r"^(pairs|cast|columns|finish|amax(_of_pairs)?|groups|group_[a-z_]+|sum_gradients|zero_empty)_kernel$",
+            r"^(pairs|lines|cast|columns|finish|amax(_of_(pairs|lines))?|groups|group_[a-z_]+|sum_gradients|zero_empty)_kernel$",
             ELEMENT_WISE,
         ),
         (r"^memcpy|^memset|direct_copy_kernel|catarraybatchedcopy|fillfunctor", COPIES),

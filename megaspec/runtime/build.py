@@ -309,7 +309,7 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
         return Fp8(mesh, form, names=names, history=precision.amax_history, grouped=kernels.scaled_grouped)
     if spec.kernels.scaled_product == "cublaslt" and mesh.device.type == "cuda":
         # what is missing is told before anything is built
-        cublaslt.library()
+        cublaslt.must_have(precision.recipe)
     form = Fp8Form(
         recipe=precision.recipe,
         gradient_format=gradient_format,

@@ -11,8 +11,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megaspec.estimate.work import DEQUANTISED, FP8_CAST, FP8_WEIGHT_CAST, PLAIN_FP8_CAST, ROUNDED, SUMMED
-from megaspec.nn.fp8 import BLOCKS, REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Role
+from megaspec.estimate.work import (
+    DEQUANTISED,
+    FP8_CAST,
+    FP8_CAST_APART,
+    FP8_WEIGHT_CAST,
+    PLAIN_FP8_CAST,
+    ROUNDED,
+    SUMMED,
+)
+from megaspec.nn.fp8 import BLOCKS, REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Role, has_one_scale
 from megaspec_kernels.fp8_cast import reference as fp8_cast
 from megaspec_kernels.fp8_cast.formats import Block, scale_shape
 from megaspec_kernels.registry import REGISTRY
@@ -111,17 +119,41 @@ class CountedPasses:
         self.total += 2 + rows + columns
         return fp8_cast.cast(x, scale, rows=rows, columns=columns, **rest)
 
+    def scales_of_lines(self, x: Tensor, **rest: Any) -> Any:
+        self.total += 2
+        return fp8_cast.scales_of_lines(x, **rest)
 
-def passes_of(recipe: str, role: Role) -> int:
-    """Of what a layer quantises in a step that is not its first."""
+    def cast_lines(self, x: Tensor, *scales: Tensor, **rest: Any) -> Any:
+        self.total += 2 + 2
+        return fp8_cast.cast_lines(x, *scales, **rest)
+
+    def quantise_short_lines(self, x: Tensor, **rest: Any) -> Any:
+        self.total += 2 + 2
+        return fp8_cast.quantise_short_lines(x, **rest)
+
+
+def passes_of(recipe: str, role: Role, *, apart: bool = False) -> int:
+    """Of what a layer quantises in a step that is not its first. `apart`: each layout by itself."""
     counted = CountedPasses()
-    cast = replace(REGISTRY["fp8_cast"]["reference"], scale=counted.scale, cast=counted.cast)
+    cast = replace(
+        REGISTRY["fp8_cast"]["reference"],
+        scale=counted.scale,
+        cast=counted.cast,
+        scales_of_lines=counted.scales_of_lines,
+        cast_lines=counted.cast_lines,
+        quantise_short_lines=counted.quantise_short_lines,
+    )
     memory = None
     if recipe == "delayed":
         memory = Fp8Memory(torch.ones(2), torch.zeros(2), torch.zeros(1, dtype=torch.int64), fresh=frozenset())
     form = Fp8Form(recipe, "e4m3", 0, cast, scaled_product)
     layer = Fp8Linear(form, Fp8Shared(is_recording=True), memory=memory)
-    layer.quantise(torch.randn(M, K, dtype=torch.bfloat16), role)
+    x = torch.randn(M, K, dtype=torch.bfloat16)
+    if apart:
+        layer.quantise(x, role, columns=False)
+        layer.quantise(x, role, rows=False)
+    else:
+        layer.quantise(x, role)
     return counted.total
 
 
@@ -129,4 +161,6 @@ def passes_of(recipe: str, role: Role) -> int:
 def test_passes_of_kernels(recipe: str) -> None:
     for role in REMEMBERED:
         assert passes_of(recipe, role) == FP8_CAST[recipe], role
+        if not has_one_scale(recipe):
+            assert passes_of(recipe, role, apart=True) == FP8_CAST_APART[recipe], role
     assert passes_of(recipe, "weight") == FP8_WEIGHT_CAST[recipe]

@@ -17,6 +17,7 @@ TO_THE_BIT = (
     "test_triton_writes_fp8_of_groups",
     "test_every_implementation_makes_the_reference_s_bits",
     "test_every_implementation_makes_the_same_bits",
+    "test_lines_have_the_reference_s_bits",
     "test_one_scale_for_all_is_known_before_and_what_is_seen_is_recorded",
     "test_the_kernel_is_the_reference",
 )

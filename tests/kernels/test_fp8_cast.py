@@ -1,6 +1,6 @@
 """Quantising to fp8, to the bit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, nan
 
 import pytest
@@ -10,8 +10,17 @@ from torch import Tensor
 from megaspec_kernels.bench import on_device
 from megaspec_kernels.catalog import CATALOG
 from megaspec_kernels.fp8_cast import triton
-from megaspec_kernels.fp8_cast.formats import LARGEST, scale_of, scale_shape, spread
-from megaspec_kernels.fp8_cast.tiles import TILES
+from megaspec_kernels.fp8_cast.formats import (
+    COLUMN,
+    LARGEST,
+    ROW,
+    SHORT_COLUMN,
+    SHORT_ROW,
+    scale_of,
+    scale_shape,
+    spread,
+)
+from megaspec_kernels.fp8_cast.tiles import TILES, TILES_OF_LINES, TILES_OF_SHORT_LINES
 from megaspec_kernels.gate import filled_with_nan
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
 from tests.kernels.fp8 import power_of_two_scale, quantised
@@ -21,6 +30,8 @@ E5M2 = torch.float8_e5m2
 BLOCKS = [(None, None), (1, None), (None, 1), (1, 128), (128, 1), (128, 128)]
 # the last two are of the sizes that models have, in whole tiles and not
 SHAPES = [(1, 1), (63, 96), (130, 257), (128, 256), (144, 272)]
+# the smallest that kernels take in pairs, and one of several tiles in both directions, of which the last are cut off
+SHAPES_OF_LINES = [*SHAPES, (16, 16), (256, 400)]
 KERNELS = REGISTRY["fp8_cast"]
 INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
 
@@ -284,6 +295,169 @@ def test_every_tile_of_triton_turns_rows_round(device) -> None:
     x8 = torch.arange(272 * 384, dtype=torch.int32).to(torch.uint8).view(272, 384).view(E4M3)
     for tile in TILES.values():
         assert same_bits(triton.columns(x8.to(device), tile=tile), x8.view(torch.uint8).t().contiguous()), tile
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("shape", SHAPES_OF_LINES, ids=str)
+@pytest.mark.parametrize("wide", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_lines_of_the_reference_are_those_of_the_definition(dtype, shape, wide) -> None:
+    x = numbers(*shape, wide)
+    kernel = KERNELS["reference"]
+    row_amax, column_amax = kernel.amax_of_lines(x)
+    assert torch.equal(row_amax, x.abs().amax(1, keepdim=True).to(row_amax.dtype))
+    assert torch.equal(column_amax, x.abs().amax(0, keepdim=True).to(row_amax.dtype))
+    row_scale, column_scale = kernel.scales_of_lines(x, dtype=dtype)
+    rows, columns = kernel.cast_lines(x, row_scale, column_scale, dtype=dtype)
+    assert torch.equal(rows.double() * row_scale.double(), quantised(x, dtype, ROW))
+    assert torch.equal(columns.double().t() * column_scale.double(), quantised(x, dtype, COLUMN))
+    short = kernel.quantise_short_lines(x, dtype=dtype)
+    assert short.row_scale.dtype == short.column_scale.dtype == torch.promote_types(wide, torch.float32)
+    factor = spread(short.row_scale, SHORT_ROW, shape).double()
+    assert torch.equal(short.rows.double() * factor, quantised(x, dtype, SHORT_ROW))
+    factor = spread(short.column_scale.t(), SHORT_COLUMN, shape).double()
+    assert torch.equal(short.columns.double().t() * factor, quantised(x, dtype, SHORT_COLUMN))
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("shape", SHAPES_OF_LINES, ids=str)
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_lines_have_the_reference_s_bits(name, wide, shape, dtype, device) -> None:
+    _check_lines(kernel_on(name, device), numbers(*shape, wide), dtype, device)
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("shape", [(63, 96), (144, 272)], ids=str)
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_lines_that_are_zero_or_not_finite(name, shape, dtype, device) -> None:
+    kernel = kernel_on(name, device)
+    x = numbers(*shape, torch.bfloat16)
+    x[1] = 0.0
+    x[2] = -0.0
+    x[:, 3] = 0.0
+    x[4, 5], x[6, 7], x[8, 9], x[62, 95] = inf, -inf, nan, inf
+    _check_lines(kernel, x, dtype, device)
+    row_amax, column_amax = kernel.amax_of_lines(x.to(device))
+    assert row_amax[1:9, 0].isnan().tolist() == [False] * 7 + [True]
+    assert row_amax[[1, 2, 4, 6, 62], 0].tolist() == [0.0, 0.0, inf, inf, inf]
+    assert column_amax[0, [3, 5, 7, 95]].tolist() == [0.0, inf, inf, inf]
+    short = kernel.quantise_short_lines(x.to(device), dtype=dtype)
+    assert short.row_scale[[1, 2, 4, 6, 8, 62], 0].tolist() == [1.0] * 6
+    assert short.column_scale[[3, 5, 7, 9, 95], 0].tolist() == [1.0] * 5
+    assert short.rows.float().isnan().nonzero().tolist() == [[4, 5], [6, 7], [8, 9], [62, 95]]
+    assert short.columns.float().isnan().nonzero().tolist() == [[5, 4], [7, 6], [9, 8], [95, 62]]
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_lines_of_every_number_of_bf16(name, turned, dtype, device) -> None:
+    """All 65,536: subnormal numbers, NaN of both signs; in rows of numbers of one exponent, or in columns."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(512, 128)
+    x = bits.view(torch.bfloat16)
+    if turned:
+        x = x.t().contiguous()
+    _check_lines(kernel_on(name, device), x, dtype, device)
+
+
+def test_every_tile_of_triton_makes_the_same_lines(device) -> None:
+    kernel_on("triton", device)
+    plain = KERNELS["reference"]
+    for shape in ((128, 256), (144, 272)):
+        x = numbers(*shape, torch.bfloat16)
+        asked = plain.quantise_short_lines(x, dtype=E4M3)
+        scales = plain.scales_of_lines(x, dtype=E4M3)
+        there = [scale.to(device) for scale in scales]
+        for what, tile in TILES_OF_SHORT_LINES.items():
+            with filled_with_nan():
+                found = triton.quantise_short_lines(x.to(device), dtype=E4M3, tile=tile)
+            _check_same(found, asked, what)
+        for what, tile in TILES_OF_LINES.items():
+            with filled_with_nan():
+                found_scales = triton.scales_of_lines(x.to(device), dtype=E4M3, tile=tile)
+                lines = triton.cast_lines(x.to(device), *there, dtype=E4M3, tile=tile)
+            _check_same(found_scales, scales, what)
+            _check_same(lines, plain.cast_lines(x, *scales, dtype=E4M3), what)
+
+
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_a_wrong_scale_of_a_line_would_be_seen(name, device) -> None:
+    """In the layout that it belongs to, and nowhere else."""
+    kernel = kernel_on(name, device)
+    x = numbers(144, 272, torch.bfloat16)
+    row_scale, column_scale = KERNELS["reference"].scales_of_lines(x, dtype=E4M3)
+    asked_rows, asked_columns = KERNELS["reference"].cast_lines(x, row_scale, column_scale, dtype=E4M3)
+    wrong = row_scale.clone()
+    wrong[131] *= 2
+    rows, columns = kernel.cast_lines(x.to(device), wrong.to(device), column_scale.to(device), dtype=E4M3)
+    assert _lines_that_differ(rows, asked_rows) == [131]
+    assert same_bits(columns, asked_columns)
+    wrong = column_scale.clone()
+    wrong[:, 257] *= 2
+    rows, columns = kernel.cast_lines(x.to(device), row_scale.to(device), wrong.to(device), dtype=E4M3)
+    assert same_bits(rows, asked_rows)
+    assert _lines_that_differ(columns, asked_columns) == [257]
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0)], ids=str)
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_lines_of_an_empty_matrix(name, shape, device) -> None:
+    kernel = kernel_on(name, device)
+    _check_lines(kernel, torch.zeros(shape, dtype=torch.bfloat16), E4M3, device)
+
+
+def test_lines_of_a_matrix_without_memory() -> None:
+    x = torch.empty(48, 144, dtype=torch.bfloat16, device="meta")
+    for kernel in KERNELS.values():
+        scales = kernel.scales_of_lines(x, dtype=E5M2)
+        assert [tuple(one.shape) for one in scales] == [(48, 1), (1, 144)]
+        assert [tuple(one.shape) for one in kernel.cast_lines(x, *scales, dtype=E5M2)] == [(48, 144), (144, 48)]
+        short = kernel.quantise_short_lines(x, dtype=E5M2)
+        assert [tuple(one.shape) for one in short] == [(48, 144), (48, 2), (144, 48), (144, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 4096), (8192 + 16, 4096 + 48), (4096, 28672)], ids=str)
+def test_lines_of_large_matrices_have_the_reference_s_bits(shape) -> None:
+    x = torch.randn(shape, device="cuda").bfloat16()
+    x[shape[0] // 2, 17] = nan
+    plain = KERNELS["reference"]
+    kernel = KERNELS["triton"]
+    scales = plain.scales_of_lines(x, dtype=E4M3)
+    _check_same(kernel.scales_of_lines(x, dtype=E4M3), scales)
+    _check_same(kernel.cast_lines(x, *scales, dtype=E4M3), plain.cast_lines(x, *scales, dtype=E4M3))
+    _check_same(kernel.quantise_short_lines(x, dtype=E4M3), plain.quantise_short_lines(x, dtype=E4M3))
+
+
+def _check_lines(kernel: Fp8CastKernel, x: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    """All that there is of lines against the reference."""
+    plain = KERNELS["reference"]
+    there = x.to(device)
+    amax = plain.amax_of_lines(x)
+    scales = plain.scales_of_lines(x, dtype=dtype)
+    with filled_with_nan():
+        for mine, asked in zip(kernel.amax_of_lines(there), amax, strict=True):
+            # which NaN is open
+            torch.testing.assert_close(mine.cpu(), asked, rtol=0, atol=0, equal_nan=True)
+        _check_same(kernel.scales_of_lines(there, dtype=dtype), scales)
+        _check_same(kernel.quantise_short_lines(there, dtype=dtype), plain.quantise_short_lines(x, dtype=dtype))
+        # also others than those of the lines, by which some saturate
+        for some in (scales, [torch.ones_like(scale) for scale in scales]):
+            found = kernel.cast_lines(there, *(scale.to(device) for scale in some), dtype=dtype)
+            _check_same(found, plain.cast_lines(x, *some, dtype=dtype))
+
+
+def _check_same(found: Sequence[Tensor], asked: Sequence[Tensor], what: str = "") -> None:
+    for place, (mine, one) in enumerate(zip(found, asked, strict=True)):
+        assert mine.shape == one.shape
+        assert mine.dtype == one.dtype
+        assert mine.is_contiguous()
+        assert same_bits(mine.view(-1), one.view(-1)), (place, what)
+
+
+def _lines_that_differ(found: Tensor, asked: Tensor) -> list[int]:
+    differs = found.cpu().view(torch.uint8) != asked.view(torch.uint8)
+    return differs.any(1).nonzero().view(-1).tolist()
 
 
 def _check_cast(cast: Callable, x: Tensor, scale: Tensor, block, dtype) -> None:

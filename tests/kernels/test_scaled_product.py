@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megaspec_kernels.gate import check
 from megaspec_kernels.registry import REGISTRY
 from megaspec_kernels.scaled_product import cublaslt
 from megaspec_kernels.scaled_product.bench import by_tensor_cores
+from megaspec_kernels.scaled_product.scales import as_read
 from tests.kernels.fp8 import quantised
 
 E4M3 = torch.float8_e4m3fn
@@ -50,6 +52,13 @@ def plain_of(name: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return by_tensor_cores(a, b, dtype=dtype)
 
 
+def skip_what_is_hoppers(name: str, a_block: Block) -> None:
+    if name == "reference" or torch.cuda.get_device_capability() == (9, 0):
+        return
+    if a_block[1] is not None or (name == "cublaslt" and a_block != ALL):
+        pytest.skip("scales of blocks, and in cuBLASLt of rows, are Hopper's")
+
+
 @pytest.mark.parametrize("name", list(REGISTRY["scaled_product"]))
 @pytest.mark.parametrize(("a_block", "b_block", "dtype"), PAIRS, ids=str)
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
@@ -57,10 +66,7 @@ def plain_of(name: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def test_product(name, a_block, b_block, dtype, out, M, N, K, device) -> None:
     if name != "reference" and device.type == "cpu":
         pytest.skip("fp8 products are tested on a GPU")
-    if name == "cublaslt" and not a_block == b_block == ALL:
-        pytest.skip("takes scales of whole tensors")
-    if name == "torch" and a_block[1] is not None and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("scales of blocks are Hopper's")
+    skip_what_is_hoppers(name, a_block)
     (a, a8, a_scale), (b, b8, b_scale) = factors(M, N, K, a_block, b_block, dtype, device)
     product = REGISTRY["scaled_product"][name]
     call = partial(product, a8, b8, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=out)
@@ -80,10 +86,7 @@ def test_products_are_summed(name, a_block, b_block, dtype, out, device) -> None
     """As weight gradients are: the first replaces what lies there, others are added."""
     if name != "reference" and device.type == "cpu":
         pytest.skip("fp8 products are tested on a GPU")
-    if name == "cublaslt" and not a_block == b_block == ALL:
-        pytest.skip("takes scales of whole tensors")
-    if name == "torch" and a_block[1] is not None and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("scales of blocks are Hopper's")
+    skip_what_is_hoppers(name, a_block)
     M, N = 48, 272
     product = REGISTRY["scaled_product"][name]
     into = torch.full((M, N), float("nan"), dtype=out, device=device)
@@ -103,20 +106,32 @@ def test_products_are_summed(name, a_block, b_block, dtype, out, device) -> None
         check({"out": into}, {"out": plain}, {"out": truth})
 
 
+# Blocks of both factors of a weight gradient, and the format of the first.
+SUMMED = [
+    (ALL, ALL, E4M3),
+    (ALL, ALL, E5M2),
+    (LINES, LINES, E4M3),
+    (LINES, LINES, E5M2),
+    ((1, 128), (1, 128), E4M3),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(("a_block", "b_block", "dtype"), SUMMED, ids=str)
 @pytest.mark.parametrize(("M", "N", "K"), [(16, 16, 16), (2048, 3072, 4096), (1040, 2064, 1008)])
-def test_sums_of_cublaslt_are_those_of_torch(dtype, M, N, K) -> None:
+def test_sums_of_cublaslt_are_those_of_torch(a_block, b_block, dtype, M, N, K) -> None:
     """A weight gradient of each kind of size, against torch's product with a sum behind it."""
     device = torch.device("cuda")
-    (a, a8, a_scale), (b, b8, b_scale) = factors(M, N, K, ALL, ALL, dtype, device)
+    skip_what_is_hoppers("cublaslt", a_block)
+    if a_block[1] is not None:
+        # torch takes whole lines
+        K = -(-K // 128) * 128
+    (a, a8, a_scale), (b, b8, b_scale) = factors(M, N, K, a_block, b_block, dtype, device)
     into = torch.randn(M, N, device=device)
     before = into.clone()
-    form = {"a_block": ALL, "b_block": ALL, "dtype": torch.float32}
+    form = {"a_block": a_block, "b_block": b_block, "dtype": torch.float32}
     REGISTRY["scaled_product"]["cublaslt"](a8, b8, a_scale, b_scale, **form, into=into)
-    product = torch._scaled_mm(
-        a8, b8.t(), scale_a=a_scale.view(()), scale_b=b_scale.view(()), out_dtype=torch.float32, use_fast_accum=False
-    )
+    product = REGISTRY["scaled_product"]["torch"](a8, b8, a_scale, b_scale, **form)
     truth = before.double() + a @ b.t()
     plain = before + by_tensor_cores(a, b, dtype=torch.float32)
     check({"out": into}, {"out": plain}, {"out": truth})
@@ -128,19 +143,20 @@ def test_sums_of_cublaslt_are_those_of_torch(dtype, M, N, K) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 63, 1000])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(("a_block", "b_block", "dtype"), SUMMED, ids=str)
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
-def test_cublaslt_multiplies_any_number_of_tokens(dtype, out, tokens) -> None:
+def test_cublaslt_multiplies_any_number_of_tokens(a_block, b_block, dtype, out, tokens) -> None:
     """As rows of a product, and as what a weight gradient is summed over, made anew and added to a main gradient."""
     device = torch.device("cuda")
+    skip_what_is_hoppers("cublaslt", a_block)
     product = REGISTRY["scaled_product"]["cublaslt"]
-    form = {"a_block": ALL, "b_block": ALL, "dtype": out}
-    (a, a8, a_scale), (b, b8, b_scale) = factors(tokens, 272, 1008, ALL, ALL, dtype, device)
+    form = {"a_block": a_block, "b_block": b_block, "dtype": out}
+    (a, a8, a_scale), (b, b8, b_scale) = factors(tokens, 272, 1008, a_block, b_block, dtype, device)
     found = product(a8, b8, a_scale, b_scale, **form)
     assert found.shape == (tokens, 272)
     check({"out": found}, {"out": by_tensor_cores(a, b, dtype=out)}, {"out": a @ b.t()})
     # [O, tokens] and [I, tokens]
-    (a, a8, a_scale), (b, b8, b_scale) = factors(48, 272, tokens, ALL, ALL, dtype, device)
+    (a, a8, a_scale), (b, b8, b_scale) = factors(48, 272, tokens, a_block, b_block, dtype, device)
     plain = by_tensor_cores(a, b, dtype=out)
     truth = a @ b.t()
     check({"out": product(a8, b8, a_scale, b_scale, **form)}, {"out": plain}, {"out": truth})
@@ -208,6 +224,10 @@ def test_what_cublaslt_is_not_made_for_is_told() -> None:
     device = torch.device("cuda")
     (_, a8, a_scale), (_, b8, b_scale) = factors(32, 32, 128, ALL, ALL, E5M2, device)
     product = partial(REGISTRY["scaled_product"]["cublaslt"], a_block=ALL, b_block=ALL, dtype=torch.float32)
+    with pytest.raises(AssertionError, match=r"scales \(1, 1\) of \(32, 128\) by \(1, None\)"):
+        REGISTRY["scaled_product"]["cublaslt"](
+            a8, b8, a_scale, b_scale, a_block=LINES, b_block=LINES, dtype=torch.float32
+        )
     with pytest.raises(AssertionError, match="for units of 16"):
         product(a8, b8[:24].contiguous(), a_scale, b_scale)
     into = torch.zeros(24, 32, device=device)
@@ -226,6 +246,22 @@ def test_a_torch_without_cublaslt_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     cublaslt.library.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("version", "recipe", "is_enough"),
+    [(120800, "delayed", True), (120803, "rowwise", False), (120803, "blockwise", False), (130002, "rowwise", True)],
+)
+def test_a_cublaslt_without_scales_of_lines_is_told(version, recipe, is_enough, monkeypatch) -> None:
+    monkeypatch.setattr(cublaslt, "library", lambda: SimpleNamespace(cublasLtGetVersion=lambda: version))
+    if is_enough:
+        cublaslt.must_have(recipe)
+        return
+    with pytest.raises(RecipeError) as raised:
+        cublaslt.must_have(recipe)
+    text = f"kernels.scaled_product=cublaslt needs cuBLASLt 12.9.0 for precision.recipe={recipe}, torch"
+    assert str(raised.value).startswith(text)
+    assert str(raised.value).endswith("has 12.8.3; set kernels.scaled_product=torch")
+
+
 def test_structs_are_those_of_the_header() -> None:
     """cublasLtMatmulAlgo_t, cublasLtMatmulHeuristicResult_t."""
     assert ctypes.sizeof(cublaslt._Algorithm) == 64
@@ -235,6 +271,22 @@ def test_structs_are_those_of_the_header() -> None:
         72,
         76,
     )
+
+
+@pytest.mark.parametrize(("M", "K"), [(48, 256), (130, 640), (16, 128)])
+def test_scales_lie_as_they_are_read(M, K) -> None:
+    """Of parts of rows by the part, of squares by the square row, in whole fours."""
+    parts = torch.arange(M * (K // 128), dtype=torch.float32).view(M, K // 128)
+    read = as_read(parts, (1, 128))
+    assert read.is_contiguous()
+    assert torch.equal(read, parts.t())
+    squares = torch.arange(1, 1 + 3 * (K // 128), dtype=torch.float32).view(3, K // 128)
+    read = as_read(squares, (128, 128))
+    assert read.is_contiguous()
+    assert read.shape[1] % 4 == 0
+    assert torch.equal(read[:, : squares.shape[1]], squares)
+    rows = torch.arange(M, dtype=torch.float32).view(M, 1)
+    assert torch.equal(as_read(rows, (1, None)), rows)
 
 
 def test_the_reference_in_fp64_is_exact() -> None:
@@ -247,16 +299,16 @@ def test_the_reference_in_fp64_is_exact() -> None:
 
 
 def test_wide_models_take_the_reference() -> None:
-    for recipe, best in {
-        "tensorwise": "cublaslt",
-        "delayed": "cublaslt",
-        "rowwise": "torch",
-        "blockwise": "torch",
-    }.items():
-        assert choose("scaled_product", device="cuda", sm=90, use=Use(precision="bf16", fp8_recipe=recipe)) == best
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
+        use = Use(precision="bf16", fp8_recipe=recipe)
+        assert choose("scaled_product", device="cuda", sm=90, use=use) == "cublaslt"
+    use = Use(precision="bf16", fp8_recipe="rowwise")
+    assert choose("scaled_product", device="cuda", sm=100, use=use) == "torch"
+    use = Use(precision="bf16", fp8_recipe="delayed")
+    assert choose("scaled_product", device="cuda", sm=100, use=use) == "cublaslt"
     assert choose("scaled_product", device="cuda", sm=90, use=Use(precision="fp64")) == "reference"
     assert (
-        unmet("scaled_product", "cublaslt", device="cuda", sm=90, use=Use(precision="bf16", fp8_recipe="rowwise"))
-        == "needs precision.recipe=tensorwise or delayed, it is rowwise"
+        unmet("scaled_product", "cublaslt", device="cuda", sm=100, use=Use(precision="bf16", fp8_recipe="rowwise"))
+        == "takes precision.recipe=rowwise on sm90 alone, this GPU is sm100"
     )
     assert unmet("scaled_product", "torch", device="cuda", sm=80) == "needs sm89, this GPU is sm80"

@@ -181,6 +181,41 @@ def test_of_gathered_tokens_a_rank_keeps_its_own(recipe: str) -> None:
     assert torch.equal(fp8_columns(gathered, fp8.ticket).view(torch.uint8), whole.view(torch.uint8))
 
 
+# who divides what: nobody, inputs of a weight (rows go across ranks), tokens (columns do)
+@pytest.mark.parametrize("divided", ["nothing", "rows", "columns"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_both_layouts_at_once_are_those_of_each(recipe: str, dtype: torch.dtype, divided: str) -> None:
+    asked = []
+
+    def largest(amax: Tensor) -> Tensor:
+        asked.append(tuple(amax.shape))
+        # another rank has larger ones
+        return 8 * amax
+
+    fp8 = Fp8Linear(
+        form_of(recipe),
+        Fp8Shared(),
+        split="inputs" if divided == "rows" else "none",
+        largest=largest,
+        of_tokens=frozenset({"input"}) if divided == "columns" else frozenset(),
+    )
+    x_MI = inputs(dtype)[0].detach().flatten(0, 1)
+    both = fp8.quantise(x_MI, "input")
+    crossed = list(asked)
+    rows = fp8.quantise(x_MI, "input", columns=False).rows
+    columns = fp8.quantise(x_MI, "input", rows=False).columns
+    for found, alone in ((both.rows, rows), (both.columns, columns)):
+        assert torch.equal(found.values.view(torch.uint8), alone.values.view(torch.uint8))
+        assert torch.equal(found.scale, alone.scale)
+        assert found.scale.is_contiguous()
+        assert found.values.is_contiguous()
+    if recipe == "rowwise":
+        assert crossed == {"nothing": [], "rows": [(x_MI.shape[0], 1)], "columns": [(1, x_MI.shape[1])]}[divided]
+    if recipe == "blockwise":
+        assert not crossed
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_are_quantised_once_for_each_version(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, fp8 = layer_in(recipe)

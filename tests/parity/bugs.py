@@ -724,8 +724,28 @@ FP8 = [
     ),
     Bug(
         "largest elements of a rank's own features of a token",
-        Patch(FP8_LAYER, "amax = self.largest(cast.amax(", "amax = (cast.amax("),
+        Patch(FP8_LAYER, "row_amax = self.largest(row_amax)", "pass"),
         FP8_ROWS,
+    ),
+    Bug(
+        "scales of columns twice as large",
+        Patch(
+            FP8_LAYER,
+            "column_scale = column_scale.t().contiguous()",
+            "column_scale = 2 * column_scale.t().contiguous()",
+        ),
+        FP8_ROWS,
+        invisible=True,
+    ),
+    Bug(
+        "scales of short columns twice as large",
+        Patch(
+            "megaspec_kernels.fp8_cast.reference",
+            "return Quantised(rows, row_scale, turned, column_scale.t().contiguous())",
+            "return Quantised(rows, row_scale, turned, 2 * column_scale.t().contiguous())",
+        ),
+        replace(FP8_ROWS, precision="fp8 blockwise", wide=True),
+        invisible=True,
     ),
     Bug(
         "weights of the step before",

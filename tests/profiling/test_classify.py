@@ -65,6 +65,8 @@ KERNELS = {
     "groups_kernel": ELEMENT_WISE,
     "weighted_bwd_fp8_kernel": ELEMENT_WISE,
     "pairs_kernel": ELEMENT_WISE,
+    "lines_kernel": ELEMENT_WISE,
+    "amax_of_lines_kernel": ELEMENT_WISE,
     # inductor: pointwise, reduction, persistent reduction
     "triton_poi_fused_mul_silu_4": ELEMENT_WISE,
     "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1": ELEMENT_WISE,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.bench import Bench, Held, Work, copy_of, on_device, random, training_dtype
-from megaspec_kernels.fp8_cast.formats import Block, Known, scale_of, spread
-from megaspec_kernels.fp8_cast.tiles import TILES
+from megaspec_kernels.fp8_cast.formats import SHORT_COLUMN, SHORT_ROW, Block, Known, scale_of, spread
+from megaspec_kernels.fp8_cast.tiles import TILES, TILES_OF_LINES, TILES_OF_SHORT_LINES
 from megaspec_kernels.gate import Results
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
 
@@ -32,6 +32,20 @@ def _quantised(kernel: Fp8CastKernel, x_MK: Tensor, block: Block) -> Results:
     }
 
 
+def _quantised_lines(kernel: Fp8CastKernel, x_MK: Tensor) -> Results:
+    """The same where rows and columns have scales of their own."""
+    row_scale, column_scale = kernel.scales_of_lines(x_MK, dtype=E4M3)
+    by_rows, by_columns = kernel.cast_lines(x_MK, row_scale, column_scale, dtype=E4M3)
+    short = kernel.quantise_short_lines(x_MK, dtype=E4M3)
+    wide = row_scale.dtype
+    return {
+        "out": by_rows.to(wide) * row_scale,
+        "columns": by_columns.t().to(wide) * column_scale,
+        "short rows": short.rows.to(wide) * spread(short.row_scale, SHORT_ROW, x_MK.shape),
+        "short columns": short.columns.t().to(wide) * spread(short.column_scale.t(), SHORT_COLUMN, x_MK.shape),
+    }
+
+
 def held(name: str, device: torch.device) -> Iterator[Held]:
     """Blocks of each recipe, and ends that fill none. The truth is the cast itself, in fp64: rounding is the same."""
     kernel = REGISTRY["fp8_cast"][name]
@@ -47,11 +61,18 @@ def held(name: str, device: torch.device) -> Iterator[Held]:
                 _quantised(plain, mine, block),
                 _quantised(plain, x_MK, block),
             )
+        yield Held(
+            f"{shape[0]} x {shape[1]}, scales for the lines of each layout",
+            _quantised_lines(kernel, mine),
+            _quantised_lines(plain, mine),
+            _quantised_lines(plain, x_MK),
+        )
 
 
 def works(name: str, device: torch.device) -> Iterator[Work]:
-    """What is read and written once: the largest elements and their scales, the cast into both layouts, and both at
-    once by a scale that is known before, as delayed scales are. Sizes of a model of 8B."""
+    """What is read and written once: the largest elements and their scales, the cast into both layouts, both at once by
+    a scale that is known before, as delayed scales are, and by scales of the lines of each layout. Sizes of a model of
+    8B."""
     M, K = (8192, 14336) if device.type == "cuda" else (256, 512)
     kernel = REGISTRY["fp8_cast"][name]
     x_MK = torch.randn(M, K, device=device).to(training_dtype(device))
@@ -69,6 +90,7 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
         yield Work(f"scales, {where} {what}", find, x_MK.itemsize * size, "bytes")
         yield Work(f"cast, both layouts, {where} {what}", cast, (x_MK.itemsize + 2) * size, "bytes")
     yield from _known(name, device)
+    yield from _lines(kernel, device, name)
     yield from _columns(kernel, device)
     yield from _of_groups(kernel, device, name)
 
@@ -80,6 +102,40 @@ def _columns(kernel: Fp8CastKernel, device: torch.device) -> Iterator[Work]:
         x8_MK = torch.randn(M, K, device=device).to(E5M2)
         call = _alone(partial(kernel.columns, x8_MK), device)
         yield Work(f"columns of fp8, {M} x {K}", call, 2 * M * K, "bytes", copy_of(2 * M * K, device))
+
+
+def _lines(kernel: Fp8CastKernel, device: torch.device, name: str) -> Iterator[Work]:
+    """Inputs and gradients of layers, in both layouts by scales of lines: of whole ones in two passes, the first of
+    which only reads, of short ones in one."""
+    shapes = [(256, 512)]
+    compared = shapes
+    if device.type == "cuda":
+        shapes = [(8192, 4096), (8192, 6144), (8192, 14336), (8192, 28672)]
+        compared = [(8192, 4096), (8192, 14336)]
+    for M, K in shapes:
+        x_MK = torch.randn(M, K, device=device).to(training_dtype(device))
+        scales = kernel.scales_of_lines(x_MK, dtype=E4M3)
+        read = x_MK.itemsize * M * K
+        written = 2 * M * K
+        # of some shapes all tiles, of which the first one is what a run takes
+        forms: dict[str, dict[str, object]] = {"": {}}
+        if name == "triton" and (M, K) in compared:
+            for tile, form in TILES_OF_LINES.items():
+                forms[f", tile {tile}"] = {"tile": form}
+        short = {f", tile {tile}" for tile in TILES_OF_SHORT_LINES}
+        for what, form in forms.items():
+            where = f"{M} x {K}{what}"
+            find = _alone(partial(kernel.scales_of_lines, x_MK, dtype=E4M3, **form), device)
+            yield Work(f"scales of all rows and columns, {where}", find, read, "bytes", copy_of(read, device))
+            amount = read + written
+            cast = _alone(partial(kernel.cast_lines, x_MK, *scales, dtype=E4M3, **form), device)
+            title = f"cast by scales of rows and of columns, both layouts, {where}"
+            yield Work(title, cast, amount, "bytes", copy_of(amount, device))
+            if what and what not in short:
+                continue
+            both = _alone(partial(kernel.quantise_short_lines, x_MK, dtype=E4M3, **form), device)
+            title = f"scales of 1x128 and 128x1, cast, both layouts, {where}"
+            yield Work(title, both, amount, "bytes", copy_of(amount, device))
 
 
 def known_one(dtype: torch.dtype, device: torch.device) -> Known:

@@ -15,6 +15,13 @@ from torch import Tensor
 Block = tuple[int | None, int | None]
 """Rows and columns of a matrix that share a scale; None: all that there are."""
 
+# The lines along which products sum, of rows and of columns: whole ones, and short ones as DeepSeek-V3 has them.
+SHORT_LINE = 128
+ROW: Block = (1, None)
+COLUMN: Block = (None, 1)
+SHORT_ROW: Block = (1, SHORT_LINE)
+SHORT_COLUMN: Block = (SHORT_LINE, 1)
+
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # The exponent of 2 in LARGEST / 0.875, which is a power of two for both.
 _LARGEST_EXPONENT = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}
@@ -34,6 +41,19 @@ class Known(NamedTuple):
     """int64 [1]: elements that were finite and beyond the largest number of their format are added."""
     dtype: torch.dtype
     """The format to write."""
+
+
+class Quantised(NamedTuple):
+    """A matrix in fp8 in both layouts, each by scales of its own."""
+
+    rows: Tensor
+    """[M, K]"""
+    row_scale: Tensor
+    """[M, k]"""
+    columns: Tensor
+    """[K, M]"""
+    column_scale: Tensor
+    """[K, m]: as the columns lie, contiguous"""
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0) -> Tensor:

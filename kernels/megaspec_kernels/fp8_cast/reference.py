@@ -11,7 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaspec_kernels.fp8_cast.formats import LARGEST, Block, scale_of, sizes_of, spread
+from megaspec_kernels.fp8_cast.formats import (
+    COLUMN,
+    LARGEST,
+    ROW,
+    SHORT_COLUMN,
+    SHORT_ROW,
+    Block,
+    Quantised,
+    scale_of,
+    sizes_of,
+    spread,
+)
 
 
 def amax(x_MK: Tensor, *, block: Block) -> Tensor:
@@ -58,6 +69,34 @@ def cast(
         scale_copy.copy_(scale_mk)
     cut = torch.where(torch.isfinite(x_MK), wide.clamp(-largest, largest), torch.nan).to(dtype)
     return cut if rows else None, cut.t().contiguous() if columns else None
+
+
+def amax_of_lines(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """max|x| of each row [M, 1] and of each column [1, K], see amax."""
+    return amax(x_MK, block=ROW), amax(x_MK, block=COLUMN)
+
+
+def scales_of_lines(x_MK: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The scales that they make, see scale."""
+    return scale(x_MK, block=ROW, dtype=dtype), scale(x_MK, block=COLUMN, dtype=dtype)
+
+
+def cast_lines(
+    x_MK: Tensor, row_scale_M1: Tensor, column_scale_1K: Tensor, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x in rows [M, K] by a scale for each row, and in columns [K, M] by one for each column, see cast."""
+    rows, _ = cast(x_MK, row_scale_M1, block=ROW, dtype=dtype)
+    _, turned = cast(x_MK, column_scale_1K, block=COLUMN, dtype=dtype, rows=False, columns=True)
+    return rows, turned
+
+
+def quantise_short_lines(x_MK: Tensor, *, dtype: torch.dtype) -> Quantised:
+    """x in both layouts by scales of its own: in each layout one for every 128 elements of a line."""
+    row_scale = scale(x_MK, block=SHORT_ROW, dtype=dtype)
+    column_scale = scale(x_MK, block=SHORT_COLUMN, dtype=dtype)
+    rows, _ = cast(x_MK, row_scale, block=SHORT_ROW, dtype=dtype)
+    _, turned = cast(x_MK, column_scale, block=SHORT_COLUMN, dtype=dtype, rows=False, columns=True)
+    return Quantised(rows, row_scale, turned, column_scale.t().contiguous())
 
 
 def columns(x_MK: Tensor) -> Tensor:

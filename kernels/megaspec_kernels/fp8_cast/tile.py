@@ -134,20 +134,15 @@ if triton is not None:
         return first, second
 
     @triton.jit
-    def two_in_fp8(
+    def two_rounded(
         low,
         high,
-        low_inverse,
-        high_inverse,
         largest: tl.constexpr,
         mantissa: tl.constexpr,
         least_exponent: tl.constexpr,
         interpreted: tl.constexpr,
     ):
-        """Two neighbours of a row in fp32 -> int16 of two fp8."""
-        # + x · 0 turns infinity into NaN, and changes nothing else: zero has the sign of x
-        low = low * low_inverse + low * 0.0
-        high = high * high_inverse + high * 0.0
+        """Two neighbours of a row in fp32, which are scaled, with NaN for what is not finite -> int16 of two fp8."""
         if interpreted:
             first = fp8_bytes(low, mantissa, least_exponent, largest)
             second = fp8_bytes(high, mantissa, least_exponent, largest)
@@ -162,6 +157,23 @@ if triton is not None:
                 "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
             )
         return both
+
+    @triton.jit
+    def two_in_fp8(
+        low,
+        high,
+        low_inverse,
+        high_inverse,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+    ):
+        """Two neighbours of a row in fp32 -> int16 of two fp8."""
+        # + x · 0 turns infinity into NaN, and changes nothing else: zero has the sign of x
+        low = low * low_inverse + low * 0.0
+        high = high * high_inverse + high * 0.0
+        return two_rounded(low, high, largest, mantissa, least_exponent, interpreted)
 
     @triton.jit
     def four_in_fp8(

@@ -30,3 +30,20 @@ TILES = {
     "128x64, 8 warps": Tile(128, 64, 8, 48, 16, "evict_first"),
 }
 BEST = TILES["128x128"]
+
+# Of kernels that see short lines in both directions, see note "Lines" in triton.py.
+TILES_OF_SHORT_LINES = {
+    "8 warps": Tile(128, 128, 8, 80, 8),
+    "8 warps, read once": Tile(128, 128, 8, 80, 8, "evict_first"),
+    "4 warps": Tile(128, 128, 4, 168, 8),
+    "16 warps": Tile(128, 128, 16, 48, 8),
+    # spills 21 registers where it finds scales and 7 where it loads them; the others none, of whole tiles (Triton 3.7,
+    # sm90)
+    "8 warps, 4 programs": Tile(128, 128, 8, 64, 8),
+}
+BEST_OF_LINES = TILES_OF_SHORT_LINES["8 warps"]
+# Of those that see whole lines: any.
+TILES_OF_LINES = TILES_OF_SHORT_LINES | {
+    "64x128, 4 warps": Tile(64, 128, 4, 80, 8),
+    "128x64, 4 warps": Tile(128, 64, 4, 80, 8),
+}

@@ -8,6 +8,13 @@ times the registers. So bf16 is read as int32, two neighbours of a row. Their by
 row layout, and those of four rows are put together to the int32 of the column layout, four neighbours of a column. What
 is turned round is int32, and every access to memory is of 16 bytes a thread. `cast_kernel` does the same for all other
 formats and sizes, an element at a time.
+
+Note "Lines". Where rows and columns have scales of their own, a layout at a time reads a matrix four times: 10 bytes an
+element. A short line is as long as a tile, so one program sees all of it: `lines_kernel` finds both sets of scales in
+the tile that it casts, 4 bytes an element. Whole lines take a pass for the largest elements of both, and one that casts
+by scales that it loads: 6 bytes. A pair is cast twice, by the scale of its row and by those of its columns. What can be
+done with both of its elements at once is done in bf16: the larger ones are found (`larger_pairs`), and infinity becomes
+NaN (`without_infinity`), once for both casts.
 """
 
 # M rows, K columns of a matrix; m, k blocks along them
@@ -16,8 +23,20 @@ import torch
 from torch import Tensor
 
 from megaspec.core.divisors import ceil_div
-from megaspec_kernels.fp8_cast.formats import LARGEST, Block, scale_shape, sizes_of
-from megaspec_kernels.fp8_cast.tiles import BEST, Tile
+from megaspec_kernels.fp8_cast.formats import (
+    COLUMN,
+    LARGEST,
+    ROW,
+    SHORT_COLUMN,
+    SHORT_LINE,
+    SHORT_ROW,
+    Block,
+    Quantised,
+    scale_shape,
+    sizes_of,
+)
+from megaspec_kernels.fp8_cast.tile import format_constants
+from megaspec_kernels.fp8_cast.tiles import BEST, BEST_OF_LINES, Tile
 from megaspec_kernels.grid import next_power_of_2
 
 try:
@@ -39,6 +58,7 @@ try:
         store_two_columns,
         tile_of_program,
         two_in_fp8,
+        two_rounded,
     )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
@@ -86,6 +106,17 @@ if triton is not None:
         tl.store(out_ptr + tl.program_id(0), tl.max(tl.maximum(low, high), axis=0))
 
     @triton.jit
+    def scale_bits(largest, exponent: tl.constexpr):
+        """The bits of scales from those of the largest elements. `exponent`: of 2 in the format's largest number /
+        0.875, see formats.py."""
+        # 1.fraction · 2^e fits below 1.75 · 2^n; numbers that are subnormal have scales at the limit anyhow
+        e = (largest >> 23) - 126 - exponent + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+        e = tl.minimum(tl.maximum(e, -126), 126)
+        # nothing to scale, or nothing that a scale could save
+        e = tl.where((largest > 0) & (largest < 0x7F800000), e, 0)
+        return (e + 127) << 23
+
+    @triton.jit
     def finish_kernel(
         bits_ptr,
         out_ptr,
@@ -97,8 +128,7 @@ if triton is not None:
         b_out: tl.constexpr,
         b_part: tl.constexpr,
     ):
-        """The largest of the parts of each output. `exponent`: of 2 in the format's largest number / 0.875, from which
-        their scales are made, see formats.py; 0: none are."""
+        """The largest of the parts of each output. `exponent`: see scale_bits; 0: no scales are made."""
         o = tl.program_id(0) * b_out + tl.arange(0, b_out)
         p = tl.arange(0, b_part)
         largest = tl.zeros((b_out,), dtype=tl.int32)
@@ -108,12 +138,7 @@ if triton is not None:
             largest = tl.maximum(largest, tl.max(tl.load(bits_ptr + at, mask=mask, other=0), axis=1))
         result = largest
         if exponent:
-            # 1.fraction · 2^e fits below 1.75 · 2^n; numbers that are subnormal have scales at the limit anyhow
-            e = (largest >> 23) - 126 - exponent + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
-            e = tl.minimum(tl.maximum(e, -126), 126)
-            # nothing to scale, or nothing that a scale could save
-            e = tl.where((largest > 0) & (largest < 0x7F800000), e, 0)
-            result = (e + 127) << 23
+            result = scale_bits(largest, exponent)
         tl.store(out_ptr + o, result, mask=o < outputs)
 
     @triton.jit
@@ -387,6 +412,235 @@ if triton is not None:
         store_masked(column_ptr, to, first, mask, is_even)
         store_masked(column_ptr, to + quarter_M, second, mask, is_even)
 
+    @triton.jit
+    def larger_pairs(a, b):
+        """The larger one of the first elements of two pairs without signs, and of the second ones. NaN where there is
+        one: its bits are above those of all numbers, as infinity's are."""
+        return tl.inline_asm_elementwise(
+            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def largest_pairs(pairs, axis: tl.constexpr, interpreted: tl.constexpr):
+        """The same of all pairs along an axis."""
+        if interpreted:
+            largest = tl.max(pairs & 0x7FFF0000, axis=axis) | tl.max(pairs & 0x7FFF, axis=axis)
+        else:
+            largest = tl.reduce(pairs, axis, larger_pairs)
+        return largest
+
+    @triton.jit
+    def largest_in_rows(pairs, interpreted: tl.constexpr):
+        """max|x| of each row, as bits of fp32."""
+        both = largest_pairs(pairs & 0x7FFF7FFF, 1, interpreted)
+        return tl.maximum(both << 16, both & 0x7FFF0000)
+
+    @triton.jit
+    def largest_in_columns(pairs_0, pairs_1, pairs_2, pairs_3, interpreted: tl.constexpr):
+        """max|x| of the first and of the second column of each pair, as bits of fp32."""
+        bits_0 = pairs_0 & 0x7FFF7FFF
+        bits_1 = pairs_1 & 0x7FFF7FFF
+        bits_2 = pairs_2 & 0x7FFF7FFF
+        bits_3 = pairs_3 & 0x7FFF7FFF
+        if interpreted:
+            high = tl.maximum(tl.maximum(bits_0, bits_1), tl.maximum(bits_2, bits_3)) & 0x7FFF0000
+            low_01 = tl.maximum(bits_0 & 0x7FFF, bits_1 & 0x7FFF)
+            low_23 = tl.maximum(bits_2 & 0x7FFF, bits_3 & 0x7FFF)
+            bits = high | tl.maximum(low_01, low_23)
+        else:
+            bits = larger_pairs(larger_pairs(bits_0, bits_1), larger_pairs(bits_2, bits_3))
+        both = largest_pairs(bits, 0, interpreted)
+        return both << 16, both & 0x7FFF0000
+
+    @triton.jit
+    def amax_of_lines_kernel(
+        pairs_ptr,
+        row_ptr,
+        column_ptr,
+        M,
+        K,
+        half_K,
+        quarter_M,
+        interpreted: tl.constexpr,
+        is_even: tl.constexpr,
+        b_m: tl.constexpr,
+        b_k: tl.constexpr,
+        below: tl.constexpr,
+        policy: tl.constexpr,
+    ):
+        """x as int32 [M, K / 2] -> the largest elements of the rows [tiles, M] and the columns [tiles, K] of each tile,
+        as bits. See note "Lines"."""
+        tile_m, tile_k = tile_of_program(tl.cdiv(M, b_m), tl.cdiv(K, b_k), below)
+
+        # rows 4 i + j, columns 2 c and 2 c + 1 of the tile
+        i = tl.arange(0, b_m // 4)
+        c = tl.arange(0, b_k // 2)
+        has_rows = tile_m * (b_m // 4) + i < quarter_M
+        has_columns = tile_k * (b_k // 2) + c < half_K
+        mask = has_rows[:, None] & has_columns[None, :]
+        at = i[:, None] * (4 * half_K) + c[None, :]
+        pairs_ptr += tile_m.to(tl.int64) * b_m * half_K + tile_k * (b_k // 2)
+        pairs_0 = load_pairs_with(pairs_ptr, at, mask, is_even, policy)
+        pairs_1 = load_pairs_with(pairs_ptr, at + half_K, mask, is_even, policy)
+        pairs_2 = load_pairs_with(pairs_ptr, at + 2 * half_K, mask, is_even, policy)
+        pairs_3 = load_pairs_with(pairs_ptr, at + 3 * half_K, mask, is_even, policy)
+
+        row_ptr += tile_k.to(tl.int64) * M + tile_m * b_m + 4 * i
+        tl.store(row_ptr, largest_in_rows(pairs_0, interpreted), mask=has_rows)
+        tl.store(row_ptr + 1, largest_in_rows(pairs_1, interpreted), mask=has_rows)
+        tl.store(row_ptr + 2, largest_in_rows(pairs_2, interpreted), mask=has_rows)
+        tl.store(row_ptr + 3, largest_in_rows(pairs_3, interpreted), mask=has_rows)
+        low, high = largest_in_columns(pairs_0, pairs_1, pairs_2, pairs_3, interpreted)
+        column_ptr += tile_m.to(tl.int64) * K + tile_k * b_k + 2 * c
+        tl.store(column_ptr, low, mask=has_columns)
+        tl.store(column_ptr + 1, high, mask=has_columns)
+
+    @triton.jit
+    def row_scale(pairs, scale_ptr, mask, exponent: tl.constexpr, interpreted: tl.constexpr):
+        """The scale of each row, as lines_kernel has it: found and written, or read."""
+        if exponent:
+            bits = scale_bits(largest_in_rows(pairs, interpreted), exponent)
+            tl.store(scale_ptr, bits, mask=mask)
+        else:
+            bits = tl.load(scale_ptr, mask=mask, other=127 << 23)
+        return bits.to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def without_infinity(pairs, interpreted: tl.constexpr):
+        """Pairs with NaN in place of infinity."""
+        if interpreted:
+            low = tl.where((pairs & 0x7F80) == 0x7F80, 0x40, 0)
+            high = tl.where((pairs & 0x7F800000) == 0x7F800000, 0x400000, 0)
+            finite = pairs | low | high
+        else:
+            # x · 0 + x, which changes nothing else: zero has the sign of x
+            finite = tl.inline_asm_elementwise(
+                "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
+                "=r,r",
+                [pairs],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        return finite
+
+    @triton.jit
+    def cast_finite(
+        pairs,
+        low_inverse,
+        high_inverse,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+    ):
+        """What cast_pairs does, of pairs without infinity."""
+        low, high = split(pairs)
+        return two_rounded(low * low_inverse, high * high_inverse, largest, mantissa, least_exponent, interpreted)
+
+    @triton.jit
+    def cast_row(
+        pairs,
+        scale,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+    ):
+        """The same by a scale for each row."""
+        inverse = inverse_of(scale)[:, None]
+        return cast_finite(pairs, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+
+    @triton.jit
+    def lines_kernel(
+        pairs_ptr,
+        row_scale_ptr,
+        column_scale_ptr,
+        row_ptr,
+        column_ptr,
+        M,
+        K,
+        half_K,
+        quarter_M,
+        exponent: tl.constexpr,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+        is_even: tl.constexpr,
+        b_m: tl.constexpr,
+        b_k: tl.constexpr,
+        below: tl.constexpr,
+        policy: tl.constexpr,
+    ):
+        """x as int32 [M, K / 2], rows as int16 [M, K / 2], columns as int32 [K, M / 4]; see notes "Pairs" and "Lines".
+        `exponent`: see scale_bits: scales of the lines of a tile are found and written, [M, tiles] and [K, tiles]; 0:
+        those of whole lines are read, [M] and [K]. All as bits."""
+        tiles_m = tl.cdiv(M, b_m)
+        tiles_k = tl.cdiv(K, b_k)
+        tile_m, tile_k = tile_of_program(tiles_m, tiles_k, below)
+
+        # rows 4 i + j, columns 2 c and 2 c + 1 of the tile
+        i = tl.arange(0, b_m // 4)
+        c = tl.arange(0, b_k // 2)
+        has_rows = tile_m * (b_m // 4) + i < quarter_M
+        has_columns = tile_k * (b_k // 2) + c < half_K
+        mask = has_rows[:, None] & has_columns[None, :]
+        begin = tile_m.to(tl.int64) * b_m * half_K + tile_k * (b_k // 2)
+        at = i[:, None] * (4 * half_K) + c[None, :]
+        pairs_ptr += begin
+        row_ptr += begin
+        # all before anything is stored, as in pairs_kernel
+        pairs_0 = load_pairs_with(pairs_ptr, at, mask, is_even, policy)
+        pairs_1 = load_pairs_with(pairs_ptr, at + half_K, mask, is_even, policy)
+        pairs_2 = load_pairs_with(pairs_ptr, at + 2 * half_K, mask, is_even, policy)
+        pairs_3 = load_pairs_with(pairs_ptr, at + 3 * half_K, mask, is_even, policy)
+
+        pairs_0 = without_infinity(pairs_0, interpreted)
+        pairs_1 = without_infinity(pairs_1, interpreted)
+        pairs_2 = without_infinity(pairs_2, interpreted)
+        pairs_3 = without_infinity(pairs_3, interpreted)
+
+        row_step = 1
+        column_step = 1
+        if exponent:
+            row_step = tiles_k
+            column_step = tiles_m
+            row_scale_ptr += tile_k
+            column_scale_ptr += tile_m
+        row_scale_ptr += (tile_m * b_m + 4 * i).to(tl.int64) * row_step
+        column_scale_ptr += (tile_k * b_k + 2 * c).to(tl.int64) * column_step
+        scale_0 = row_scale(pairs_0, row_scale_ptr, has_rows, exponent, interpreted)
+        scale_1 = row_scale(pairs_1, row_scale_ptr + row_step, has_rows, exponent, interpreted)
+        scale_2 = row_scale(pairs_2, row_scale_ptr + 2 * row_step, has_rows, exponent, interpreted)
+        scale_3 = row_scale(pairs_3, row_scale_ptr + 3 * row_step, has_rows, exponent, interpreted)
+        if exponent:
+            low, high = largest_in_columns(pairs_0, pairs_1, pairs_2, pairs_3, interpreted)
+            low = scale_bits(low, exponent)
+            high = scale_bits(high, exponent)
+            tl.store(column_scale_ptr, low, mask=has_columns)
+            tl.store(column_scale_ptr + column_step, high, mask=has_columns)
+        else:
+            low = tl.load(column_scale_ptr, mask=has_columns, other=127 << 23)
+            high = tl.load(column_scale_ptr + 1, mask=has_columns, other=127 << 23)
+
+        q_0 = cast_row(pairs_0, scale_0, largest, mantissa, least_exponent, interpreted)
+        q_1 = cast_row(pairs_1, scale_1, largest, mantissa, least_exponent, interpreted)
+        q_2 = cast_row(pairs_2, scale_2, largest, mantissa, least_exponent, interpreted)
+        q_3 = cast_row(pairs_3, scale_3, largest, mantissa, least_exponent, interpreted)
+        store_four_rows(row_ptr, at, half_K, q_0, q_1, q_2, q_3, mask, is_even)
+
+        low = inverse_of(low.to(tl.float32, bitcast=True))[None, :]
+        high = inverse_of(high.to(tl.float32, bitcast=True))[None, :]
+        q_0 = cast_finite(pairs_0, low, high, largest, mantissa, least_exponent, interpreted)
+        q_1 = cast_finite(pairs_1, low, high, largest, mantissa, least_exponent, interpreted)
+        q_2 = cast_finite(pairs_2, low, high, largest, mantissa, least_exponent, interpreted)
+        q_3 = cast_finite(pairs_3, low, high, largest, mantissa, least_exponent, interpreted)
+        first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        column_ptr += tile_k.to(tl.int64) * b_k * quarter_M + tile_m * (b_m // 4)
+        to = c[None, :] * (2 * quarter_M) + i[:, None]
+        store_two_columns(column_ptr, to, quarter_M, first, second, mask, is_even)
+
 
 def amax(x_MK: Tensor, *, block: Block) -> Tensor:
     """See reference.py."""
@@ -511,8 +765,7 @@ def cast(
         scale_mk if scale_copy is None else scale_copy,
     )
     scale_mk = scale_mk.contiguous()
-    in_pairs = x_MK.dtype == torch.bfloat16 and M % 16 == 0 and K % 16 == 0 and x_MK.data_ptr() % 16 == 0
-    if in_pairs and (is_whole or not records):
+    if _is_in_pairs(x_MK) and (is_whole or not records):
         tiles = ceil_div(M, tile.rows) * ceil_div(K, tile.columns)
         pairs_kernel[(tiles,)](
             x_MK.view(torch.int32),
@@ -550,6 +803,127 @@ def cast(
         num_warps=WARPS,
     )
     return by_rows, by_columns
+
+
+def _is_in_pairs(x_MK: Tensor) -> bool:
+    """Whether there is something for kernels that take a matrix as note "Pairs" has it."""
+    M, K = x_MK.shape
+    if x_MK.numel() == 0 or x_MK.is_meta:
+        return False
+    return x_MK.dtype == torch.bfloat16 and M % 16 == 0 and K % 16 == 0 and x_MK.data_ptr() % 16 == 0
+
+
+def amax_of_lines(x_MK: Tensor, *, tile: Tile = BEST_OF_LINES) -> tuple[Tensor, Tensor]:
+    """See reference.py."""
+    x_MK = x_MK.contiguous()
+    if not _is_in_pairs(x_MK):
+        return amax(x_MK, block=ROW), amax(x_MK, block=COLUMN)
+    return _largest_of_lines(x_MK, exponent=0, tile=tile)
+
+
+def scales_of_lines(x_MK: Tensor, *, dtype: torch.dtype, tile: Tile = BEST_OF_LINES) -> tuple[Tensor, Tensor]:
+    """See reference.py."""
+    x_MK = x_MK.contiguous()
+    if not _is_in_pairs(x_MK):
+        return scale(x_MK, block=ROW, dtype=dtype), scale(x_MK, block=COLUMN, dtype=dtype)
+    return _largest_of_lines(x_MK, exponent=EXPONENT[dtype], tile=tile)
+
+
+def _largest_of_lines(x_MK: Tensor, *, exponent: int, tile: Tile) -> tuple[Tensor, Tensor]:
+    """The largest elements of all rows and all columns, or the scales that they make."""
+    M, K = x_MK.shape
+    tiles_m = ceil_div(M, tile.rows)
+    tiles_k = ceil_div(K, tile.columns)
+    # in the order in which a tile writes them
+    of_rows = torch.empty(tiles_k, M, dtype=torch.int32, device=x_MK.device)
+    of_columns = torch.empty(tiles_m, K, dtype=torch.int32, device=x_MK.device)
+    amax_of_lines_kernel[(tiles_m * tiles_k,)](
+        x_MK.view(torch.int32), of_rows, of_columns, M, K, K // 2, M // 4, **_form_of_lines(M, K, tile)
+    )
+    finished_rows = _finish(of_rows, (M, 1), strides=(1, M), parts=tiles_k, exponent=exponent)
+    finished_columns = _finish(of_columns, (1, K), strides=(1, K), parts=tiles_m, exponent=exponent)
+    return finished_rows, finished_columns
+
+
+def _form_of_lines(M: int, K: int, tile: Tile) -> dict[str, object]:
+    """What kernels of lines are compiled for."""
+    return {
+        "interpreted": INTERPRETED,
+        "is_even": M % tile.rows == 0 and K % tile.columns == 0,
+        "b_m": tile.rows,
+        "b_k": tile.columns,
+        "below": tile.below,
+        "policy": tile.policy,
+        "num_warps": tile.warps,
+        "maxnreg": tile.registers,
+    }
+
+
+def cast_lines(
+    x_MK: Tensor, row_scale_M1: Tensor, column_scale_1K: Tensor, *, dtype: torch.dtype, tile: Tile = BEST_OF_LINES
+) -> tuple[Tensor, Tensor]:
+    """See reference.py."""
+    x_MK = x_MK.contiguous()
+    if not _is_in_pairs(x_MK):
+        rows, _ = cast(x_MK, row_scale_M1, block=ROW, dtype=dtype)
+        _, turned = cast(x_MK, column_scale_1K, block=COLUMN, dtype=dtype, rows=False, columns=True)
+        return rows, turned
+    M, K = x_MK.shape
+    for scales, count in ((row_scale_M1, M), (column_scale_1K, K)):
+        assert scales.dtype == torch.float32, f"scales in {scales.dtype}"
+        assert scales.numel() == count, f"{tuple(scales.shape)} scales of {count} lines"
+    both = Quantised(
+        x_MK.new_empty(M, K, dtype=dtype),
+        row_scale_M1.contiguous(),
+        x_MK.new_empty(K, M, dtype=dtype),
+        column_scale_1K.contiguous(),
+    )
+    _write_lines(x_MK, both, exponent=0, tile=tile)
+    return both.rows, both.columns
+
+
+def quantise_short_lines(x_MK: Tensor, *, dtype: torch.dtype, tile: Tile = BEST_OF_LINES) -> Quantised:
+    """See reference.py."""
+    x_MK = x_MK.contiguous()
+    if not _is_in_pairs(x_MK):
+        row_scale = scale(x_MK, block=SHORT_ROW, dtype=dtype)
+        column_scale = scale(x_MK, block=SHORT_COLUMN, dtype=dtype)
+        rows, _ = cast(x_MK, row_scale, block=SHORT_ROW, dtype=dtype)
+        _, turned = cast(x_MK, column_scale, block=SHORT_COLUMN, dtype=dtype, rows=False, columns=True)
+        return Quantised(rows, row_scale, turned, column_scale.t().contiguous())
+    assert tile.rows == tile.columns == SHORT_LINE, f"{tile} for lines of {SHORT_LINE}"
+    M, K = x_MK.shape
+    both = Quantised(
+        x_MK.new_empty(M, K, dtype=dtype),
+        x_MK.new_empty(M, ceil_div(K, SHORT_LINE), dtype=torch.float32),
+        x_MK.new_empty(K, M, dtype=dtype),
+        x_MK.new_empty(K, ceil_div(M, SHORT_LINE), dtype=torch.float32),
+    )
+    _write_lines(x_MK, both, exponent=EXPONENT[dtype], tile=tile)
+    return both
+
+
+def _write_lines(x_MK: Tensor, both: Quantised, *, exponent: int, tile: Tile) -> None:
+    """Casts into both layouts. `exponent`: see lines_kernel."""
+    M, K = x_MK.shape
+    largest, mantissa, least_exponent = format_constants(both.rows.dtype)
+    tiles = ceil_div(M, tile.rows) * ceil_div(K, tile.columns)
+    lines_kernel[(tiles,)](
+        x_MK.view(torch.int32),
+        both.row_scale.view(torch.int32),
+        both.column_scale.view(torch.int32),
+        both.rows.view(torch.int16),
+        both.columns.view(torch.int32),
+        M,
+        K,
+        K // 2,
+        M // 4,
+        exponent=exponent,
+        largest=largest,
+        mantissa=mantissa,
+        least_exponent=least_exponent,
+        **_form_of_lines(M, K, tile),
+    )
 
 
 def columns(x_MK: Tensor, *, tile: Tile = BEST) -> Tensor:

@@ -23,6 +23,12 @@ FACTORS: dict[str, tuple[Block, Block, torch.dtype]] = {
     "1x128 and 128x128": ((1, 128), (128, 128), E4M3),
     "1x128 and 1x128": ((1, 128), (1, 128), E4M3),
 }
+# The same of the two factors of a weight gradient.
+GRADIENTS: dict[str, tuple[Block, torch.dtype]] = {
+    "tensors": ((None, None), E5M2),
+    "rows": ((1, None), E5M2),
+    "1x128": ((1, 128), E4M3),
+}
 
 
 def _factor(x: Tensor, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -45,7 +51,7 @@ def held(name: str, device: torch.device) -> Iterator[Held]:
     """Every pair of scales, into the model's format and into that of main gradients, new and added to something."""
     kernel = REGISTRY["scaled_product"][name]
     for M, N, K in ((16, 32, 128), (80, 256, 384)):
-        for what, (a_block, b_block, format_a) in _factors_of(name).items():
+        for what, (a_block, b_block, format_a) in FACTORS.items():
             a, a_scale = _factor(random(M, K, seed=1, device=device).float(), a_block, format_a)
             b, b_scale = _factor(random(N, K, seed=2, device=device).float(), b_block, E4M3)
             blocks = {"a_block": a_block, "b_block": b_block}
@@ -73,7 +79,7 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
     kernel = REGISTRY["scaled_product"][name]
     dtype = training_dtype(device)
     yield from _weight_gradients(name, device)
-    for what, (a_block, b_block, format_a) in _factors_of(name).items():
+    for what, (a_block, b_block, format_a) in FACTORS.items():
         a, a_scale = _factor(torch.randn(M, K, device=device), a_block, format_a)
         b, b_scale = _factor(torch.randn(N, K, device=device), b_block, E4M3)
 
@@ -88,48 +94,41 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
         yield Work(f"{M} x {N} x {K}, scales of {what}", call, 2 * M * N * K, "flops")
 
 
-def _factors_of(name: str) -> dict[str, tuple[Block, Block, torch.dtype]]:
-    """What an implementation takes."""
-    if name != "cublaslt":
-        return FACTORS
-    return {what: factors for what, factors in FACTORS.items() if factors[:2] == ((None, None), (None, None))}
-
-
 def _weight_gradients(name: str, device: torch.device) -> Iterator[Work]:
     """Of the layers of a model of 8B: added to a main gradient in fp32."""
     tokens = 8192
     shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
     if device.type != "cuda":
-        tokens = 64
+        tokens = 128
         shapes = {"small": (48, 32)}
     kernel = REGISTRY["scaled_product"][name]
-    whole: Block = (None, None)
-    for layer, (outputs, inputs) in shapes.items():
-        grad_OM, grad_scale = _factor(torch.randn(outputs, tokens, device=device), whole, E5M2)
-        x_IM, x_scale = _factor(torch.randn(inputs, tokens, device=device), whole, E4M3)
-        into = torch.zeros(outputs, inputs, device=device)
-        # what cuBLASLt thinks best, and its second thoughts
-        count = 1
-        if name == "cublaslt":
-            count = min(3, cublaslt.algorithms(grad_OM, x_IM, into))
-        for algorithm in range(count):
+    for what, (block, format_gradient) in GRADIENTS.items():
+        for layer, (outputs, inputs) in shapes.items():
+            grad_OM, grad_scale = _factor(torch.randn(outputs, tokens, device=device), block, format_gradient)
+            x_IM, x_scale = _factor(torch.randn(inputs, tokens, device=device), block, E4M3)
+            into = torch.zeros(outputs, inputs, device=device)
+            blocks = {"a_block": block, "b_block": block}
+            # what cuBLASLt thinks best, and its second thoughts
+            count = 1
+            if name == "cublaslt":
+                count = min(3, cublaslt.algorithms(grad_OM, x_IM, into, **blocks))
+            for algorithm in range(count):
 
-            def call(
-                grad_OM: Tensor = grad_OM,
-                x_IM: Tensor = x_IM,
-                scales: tuple[Tensor, Tensor] = (grad_scale, x_scale),
-                into: Tensor = into,
-                algorithm: int = algorithm,
-            ) -> Tensor:
-                more = {"algorithm": algorithm} if algorithm else {}
-                return kernel(
-                    grad_OM, x_IM, *scales, a_block=whole, b_block=whole, dtype=torch.float32, into=into, **more
-                )
+                def call(
+                    grad_OM: Tensor = grad_OM,
+                    x_IM: Tensor = x_IM,
+                    scales: tuple[Tensor, Tensor] = (grad_scale, x_scale),
+                    blocks: dict[str, Block] = blocks,
+                    into: Tensor = into,
+                    algorithm: int = algorithm,
+                ) -> Tensor:
+                    more = {"algorithm": algorithm} if algorithm else {}
+                    return kernel(grad_OM, x_IM, *scales, **blocks, dtype=torch.float32, into=into, **more)
 
-            what = f"weight gradient of {layer}, {outputs} x {inputs} x {tokens}, added"
-            if algorithm:
-                what += f", algorithm {algorithm}"
-            yield Work(what, call, 2 * outputs * inputs * tokens, "flops")
+                text = f"weight gradient of {layer}, {outputs} x {inputs} x {tokens}, scales of {what}, added"
+                if algorithm:
+                    text += f", algorithm {algorithm}"
+                yield Work(text, call, 2 * outputs * inputs * tokens, "flops")
 
 
 BENCH = Bench(held, works, uses=lambda name: Use(precision="bf16"))

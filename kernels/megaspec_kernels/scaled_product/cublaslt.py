@@ -2,11 +2,16 @@
 
 Note "Sums". The weight gradients of a step's micro batches are summed in fp32. cuBLASLt computes D = a b + beta C with
 C and D the same memory, so a sum costs no memory of its own and no passes over it: 8 bytes a number and micro batch,
-against 16 with a product in fp32 that is added afterwards.
+against 16 with a product in fp32 that is added afterwards, and 32 where that has to be multiplied by scales of lines
+first, which torch does not have its products do in fp32.
 
 Note "Orders". cuBLASLt counts matrices by columns. What is [M, N] by rows in memory is [N, M] by columns there, so its
 first factor is our second one. It takes fp8 along the numbers that are summed over in both factors alone (its "TN"), as
 they lie here.
+
+Note "Scales". One number for a whole factor, one for each of its rows, which is multiplied with the finished sum, or
+one for each 128 numbers of a row or for squares of 128 on a side, which the sum goes on with every 128 numbers: the
+last two on Hopper, and those of rows there from version 12.9 on. Where they lie in memory: see scales.py.
 
 Note "Library". It is the one that torch has loaded, found by its name: no other can be in the process. Numbers of its
 enumerations and the layout of its struct are those of cublasLt.h, which keeps them from version to version. Whatever it
@@ -22,13 +27,19 @@ from threading import Lock
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megaspec.core.errors import RecipeError
-from megaspec_kernels.fp8_cast.formats import Block
+from megaspec_kernels.fp8_cast.formats import Block, scale_shape
+from megaspec_kernels.scaled_product.scales import as_read, has_short_lines
 
 # What the sides of a product are multiples of.
 UNIT = 16
+# What the numbers that are summed over are multiples of where 128 of them share a scale.
+LINE = 128
+# The first cuBLASLt that has scales of rows and of blocks, as it tells its version.
+SCALES_OF_LINES = 120900
 # What NVIDIA asks for on Hopper.
 WORKSPACE_BYTES = 32 << 20
 # Algorithms that cuBLASLt is asked for, best first by its own estimate. The first one is taken.
@@ -54,6 +65,15 @@ _TRANSB = 4
 _A_SCALE_POINTER = 17
 _B_SCALE_POINTER = 18
 _FAST_ACCUM = 25
+_A_SCALE_MODE = 31
+_B_SCALE_MODE = 32
+# cublasLtMatmulMatrixScale_t
+_SCALE_MODES: dict[Block, int] = {
+    (None, None): 0,
+    (1, None): 3,
+    (1, LINE): 4,
+    (LINE, LINE): 5,
+}
 # cublasLtMatmulPreferenceAttributes_t
 _MAX_WORKSPACE_BYTES = 1
 _MIN_ALIGNMENTS = (5, 6, 7, 8)
@@ -93,6 +113,26 @@ _SIGNATURES = {
 }
 
 
+def must_have(recipe: str) -> None:
+    """RecipeError: there is no cuBLASLt, or none that takes the scales of precision.recipe."""
+    found = library()
+    version = found.cublasLtGetVersion()
+    if recipe in LINES_RECIPES and version < SCALES_OF_LINES:
+        raise RecipeError(
+            f"kernels.scaled_product=cublaslt needs cuBLASLt {_told(SCALES_OF_LINES)} for precision.recipe={recipe},"
+            f" torch {torch.__version__} has {_told(version)}; set kernels.scaled_product=torch"
+        )
+
+
+LINES_RECIPES = ("rowwise", "blockwise")
+"""Of precision.recipe, those whose scales are not of whole factors."""
+
+
+def _told(version: int) -> str:
+    """120901 -> 12.9.1"""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
 @cache
 def library() -> ctypes.CDLL:
     """cuBLASLt as torch has loaded it. RecipeError: there is none."""
@@ -107,6 +147,8 @@ def library() -> ctypes.CDLL:
     for function, arguments in _SIGNATURES.items():
         getattr(found, function).argtypes = arguments
         getattr(found, function).restype = c_int
+    found.cublasLtGetVersion.argtypes = []
+    found.cublasLtGetVersion.restype = c_size_t
     found.cublasLtGetStatusString.argtypes = [c_int]
     found.cublasLtGetStatusString.restype = ctypes.c_char_p
     return found
@@ -122,6 +164,8 @@ class Shape(NamedTuple):
     a_dtype: torch.dtype
     b_dtype: torch.dtype
     out_dtype: torch.dtype
+    a_block: Block
+    b_block: Block
     fast: bool
     alignments: tuple[int, int, int]
     """Bytes, of the memory of b, a and the result."""
@@ -151,17 +195,23 @@ def scaled_product(
     overwrite: bool = False,
     algorithm: int = 0,
 ) -> Tensor:
-    """See reference.py. Scales of whole tensors; N is a multiple of 16, and M where it is added to something.
+    """See reference.py. N is a multiple of 16, and M where it is added to something. Blocks: see note "Scales", of
+    rows in both factors or in none.
 
     `algorithm`: of those that cuBLASLt found, for benchmarks.
     """
     M, K = a_MK.shape
+    is_blocked = has_short_lines(a_block) or has_short_lines(b_block)
+    unit = LINE if is_blocked else UNIT
     # tokens of a text that is being written, of any number, as rows or as what is summed over: zeros make whole units
-    if K % UNIT and not a_MK.is_meta:
-        a_MK = in_units(a_MK, dim=1)
-        b_NK = in_units(b_NK, dim=1)
+    if K % unit and not a_MK.is_meta:
+        a_MK = in_units(a_MK, dim=1, unit=unit)
+        b_NK = in_units(b_NK, dim=1, unit=unit)
     if into is None and M % UNIT and not a_MK.is_meta:
         a_MK = in_units(a_MK, dim=0)
+        if a_block[0] == 1:
+            # of rows of zeros any
+            a_scale = F.pad(a_scale, (0, 0, 0, a_MK.shape[0] - M), value=1.0)
         padded_MN = scaled_product(
             a_MK, b_NK, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=dtype, fast=fast
         )
@@ -171,9 +221,13 @@ def scaled_product(
         out = a_MK.new_empty(M, b_NK.shape[0], dtype=dtype)
     if a_MK.is_meta or out.numel() == 0:
         return out
-    _check(a_MK, b_NK, a_scale, b_scale, out)
-    shape = _shape(a_MK, b_NK, out, fast=fast)
+    _check(a_MK, b_NK, a_scale, b_scale, out, a_block=a_block, b_block=b_block)
+    # with scales of blocks fewer bits in the sums are not to be had
+    fast = fast and not is_blocked
+    shape = _shape(a_MK, b_NK, out, a_block=a_block, b_block=b_block, fast=fast)
     plan = _plan(shape)
+    a_scale = as_read(a_scale, a_block)
+    b_scale = as_read(b_scale, b_block)
     stream = torch.cuda.current_stream().cuda_stream
     adds = into is not None and not overwrite
     found = plan.found[algorithm]
@@ -205,12 +259,12 @@ def scaled_product(
     return out
 
 
-def algorithms(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor) -> int:
+def algorithms(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor, *, a_block: Block, b_block: Block) -> int:
     """How many there are for a product without fast sums, for benchmarks."""
-    return len(_plan(_shape(a_MK, b_NK, out_MN, fast=False)).found)
+    return len(_plan(_shape(a_MK, b_NK, out_MN, a_block=a_block, b_block=b_block, fast=False)).found)
 
 
-def _shape(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor, *, fast: bool) -> Shape:
+def _shape(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor, *, a_block: Block, b_block: Block, fast: bool) -> Shape:
     M, K = a_MK.shape
     return Shape(
         a_MK.get_device(),
@@ -220,15 +274,17 @@ def _shape(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor, *, fast: bool) -> Shape:
         a_MK.dtype,
         b_NK.dtype,
         out_MN.dtype,
+        a_block,
+        b_block,
         fast,
         (_alignment(b_NK), _alignment(a_MK), _alignment(out_MN)),
     )
 
 
-def in_units(matrix: Tensor, *, dim: int) -> Tensor:
+def in_units(matrix: Tensor, *, dim: int, unit: int = UNIT) -> Tensor:
     """In fp8, with as many zeros behind as whole units need."""
     shape = list(matrix.shape)
-    shape[dim] = -(-shape[dim] // UNIT) * UNIT
+    shape[dim] = -(-shape[dim] // unit) * unit
     # as bytes, of which 0 is the number 0 in both formats
     whole = torch.zeros(shape, dtype=torch.uint8, device=matrix.device)
     whole.narrow(dim, 0, matrix.shape[dim]).copy_(matrix.view(torch.uint8))
@@ -242,13 +298,25 @@ _ZERO = c_float(0.0)
 _lock = Lock()
 
 
-def _check(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, out_MN: Tensor) -> None:
+def _check(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    out_MN: Tensor,
+    *,
+    a_block: Block,
+    b_block: Block,
+) -> None:
     M, K = a_MK.shape
     N = b_NK.shape[0]
     assert b_NK.shape[1] == K, f"{tuple(a_MK.shape)} and {tuple(b_NK.shape)}"
     assert out_MN.shape == (M, N), f"{tuple(out_MN.shape)} for {(M, N)}"
     assert M % UNIT == N % UNIT == K % UNIT == 0, f"{(M, N, K)} for units of {UNIT}"
-    assert a_scale.numel() == b_scale.numel() == 1, f"scales {tuple(a_scale.shape)} and {tuple(b_scale.shape)}"
+    for factor, scale, block in ((a_MK, a_scale, a_block), (b_NK, b_scale, b_block)):
+        needs = scale_shape(block, factor.shape)
+        assert tuple(scale.shape) == needs, f"scales {tuple(scale.shape)} of {tuple(factor.shape)} by {block}"
+    assert (a_block == (1, None)) == (b_block == (1, None)), f"scales of {a_block} with scales of {b_block}"
     assert a_scale.dtype == b_scale.dtype == torch.float32, f"scales in {a_scale.dtype} and {b_scale.dtype}"
     for tensor in (a_MK, b_NK, out_MN):
         assert tensor.is_contiguous(), f"{tuple(tensor.shape)} with strides {tensor.stride()}"
@@ -313,6 +381,10 @@ def describe(shape: Shape) -> tuple[c_void_p, tuple[c_void_p, c_void_p, c_void_p
     _set(description, _TRANSA, c_int32(_TRANSPOSED))
     _set(description, _TRANSB, c_int32(_AS_IT_IS))
     _set(description, _FAST_ACCUM, c_int8(shape.fast))
+    if shape.a_block != (None, None):
+        # that of whole factors needs no word, which older versions would not know
+        _set(description, _A_SCALE_MODE, c_int32(_SCALE_MODES[shape.b_block]))
+        _set(description, _B_SCALE_MODE, c_int32(_SCALE_MODES[shape.a_block]))
     layouts = (
         _layout(shape.b_dtype, shape.K, shape.N),
         _layout(shape.a_dtype, shape.K, shape.M),

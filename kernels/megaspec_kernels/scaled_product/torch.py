@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import Block
+from megaspec_kernels.scaled_product.scales import as_read, has_short_lines
 
 # What the sides of a product are multiples of.
 UNIT = 16
@@ -48,7 +49,7 @@ def _product(
 ) -> Tensor:
     if a_MK.is_meta:
         return a_MK.new_empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype)
-    is_blocked = a_block[1] is not None or b_block[1] is not None
+    is_blocked = has_short_lines(a_block) or has_short_lines(b_block)
     if is_blocked:
         return _of_blocks(a_MK, b_NK, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=dtype)
     if a_scale.numel() == b_scale.numel() == 1:
@@ -85,9 +86,9 @@ def _of_blocks(
 
 
 def _for_torch(scale: Tensor, block: Block) -> tuple[Tensor, F.ScalingType]:
-    """Scales [m, k] as torch takes them: of 1x128 with rows next to each other in memory; of 128x128 turned round,
-    [k, m], and k padded to a multiple of 4."""
+    """Scales [m, k] as torch takes them: turned round where they are read, so that torch sees [m, k] of parts of rows
+    and [k, m] of squares."""
+    kind = F.ScalingType.BlockWise128x128
     if block[0] == 1:
-        return scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
-    k = scale.shape[1]
-    return F.pad(scale, (0, -k % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
+        kind = F.ScalingType.BlockWise1x128
+    return as_read(scale, block).t(), kind
