@@ -262,6 +262,30 @@ def test_a_cublaslt_without_scales_of_lines_is_told(version, recipe, is_enough, 
     assert str(raised.value).endswith("has 12.8.3; set kernels.scaled_product=torch")
 
 
+@pytest.mark.parametrize("a_block", [ALL, LINES, (1, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("b_block", [ALL, LINES, (1, 128), (128, 128)], ids=str)
+def test_each_factor_is_described_by_its_own_scales(a_block, b_block, monkeypatch) -> None:
+    """A mode that is left out would have one scale multiply everything. cuBLASLt's first factor is our second one."""
+    said = {}
+
+    def set_attribute(description, attribute, value, size) -> int:
+        said[attribute] = value._obj.value
+        return 0
+
+    def succeed(*_) -> int:
+        return 0
+
+    functions = dict.fromkeys(cublaslt._SIGNATURES, succeed)
+    functions["cublasLtMatmulDescSetAttribute"] = set_attribute
+    monkeypatch.setattr(cublaslt, "library", lambda: SimpleNamespace(**functions))
+    shape = cublaslt.Shape(0, 256, 256, 256, E4M3, E4M3, torch.bfloat16, a_block, b_block, False, (256, 256, 256))
+    cublaslt.describe(shape)
+    # cublasLtMatmulMatrixScale_t: SCALAR_32F, which is the default, OUTER_VEC_32F, VEC128_32F, BLK128x128_32F
+    modes = {ALL: 0, LINES: 3, (1, 128): 4, (128, 128): 5}
+    assert said.get(cublaslt._A_SCALE_MODE, 0) == modes[b_block]
+    assert said.get(cublaslt._B_SCALE_MODE, 0) == modes[a_block]
+
+
 def test_structs_are_those_of_the_header() -> None:
     """cublasLtMatmulAlgo_t, cublasLtMatmulHeuristicResult_t."""
     assert ctypes.sizeof(cublaslt._Algorithm) == 64
