@@ -119,9 +119,13 @@ def must_have(recipe: str) -> None:
     version = library().cublasLtGetVersion()
     if recipe not in RECIPES_OF_LINES or version >= FIRST_WITH_LINES:
         return
+    way = "set kernels.scaled_product=torch"
+    if recipe == "blockwise":
+        # torch's product of blocks is that of the same library
+        way = "install a torch for CUDA 12.9 or newer, or set precision.recipe=tensorwise"
     raise RecipeError(
         f"kernels.scaled_product=cublaslt needs cuBLASLt {_dotted(FIRST_WITH_LINES)} for precision.recipe={recipe},"
-        f" torch {torch.__version__} has {_dotted(version)}; set kernels.scaled_product=torch"
+        f" torch {torch.__version__} has {_dotted(version)}; {way}"
     )
 
 
