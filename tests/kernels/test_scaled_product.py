@@ -14,7 +14,7 @@ from megaspec_kernels.fp8_cast.formats import Block, scale_of, scale_shape, spre
 from megaspec_kernels.gate import check
 from megaspec_kernels.registry import REGISTRY
 from megaspec_kernels.scaled_product import cublaslt
-from megaspec_kernels.scaled_product.bench import by_tensor_cores
+from megaspec_kernels.scaled_product.bench import by_tensor_cores, takes
 from megaspec_kernels.scaled_product.scales import as_read
 from tests.kernels.fp8 import quantised
 
@@ -53,9 +53,7 @@ def plain_of(name: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def skip_what_is_hoppers(name: str, a_block: Block) -> None:
-    if name == "reference" or torch.cuda.get_device_capability() == (9, 0):
-        return
-    if a_block[1] is not None or (name == "cublaslt" and a_block != ALL):
+    if name != "reference" and not takes(name, a_block, torch.device("cuda")):
         pytest.skip("scales of blocks, and in cuBLASLt of rows, are Hopper's")
 
 
@@ -369,6 +367,25 @@ def test_the_reference_in_fp64_is_exact() -> None:
         a8, b8, a_scale.double(), b_scale.double(), a_block=(1, 128), b_block=(128, 128), dtype=torch.float64
     )
     assert torch.equal(found, a @ b.t())
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "blocks"),
+    [
+        ((8, 9), "cublaslt", [ALL]),
+        ((8, 9), "torch", [ALL, LINES]),
+        ((9, 0), "cublaslt", [ALL, LINES, (1, 128)]),
+        ((9, 0), "torch", [ALL, LINES, (1, 128)]),
+        ((10, 0), "cublaslt", [ALL]),
+        ((10, 0), "torch", [ALL, LINES]),
+        ((10, 0), "reference", [ALL, LINES, (1, 128)]),
+    ],
+)
+def test_a_benchmark_asks_for_what_a_gpu_has(capability, name, blocks, monkeypatch) -> None:
+    """`megaspec bench kernel` on a GPU other than Hopper ended at the first product that there is none of."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = [block for block in (ALL, LINES, (1, 128)) if takes(name, block, torch.device("cuda"))]
+    assert found == blocks
 
 
 def test_wide_models_take_the_reference() -> None:
