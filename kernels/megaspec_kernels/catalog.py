@@ -251,7 +251,13 @@ CATALOG: dict[str, Operation] = {
                 precisions=("fp32", "bf16"),
                 hopper_recipes=("rowwise", "blockwise"),
             ),
-            "torch": Requirement(devices=("cuda",), min_sm=89, precisions=("fp32", "bf16")),
+            "torch": Requirement(
+                devices=("cuda",),
+                min_sm=89,
+                precisions=("fp32", "bf16"),
+                # its rows are CUTLASS's, on all of them
+                hopper_recipes=("blockwise",),
+            ),
             "reference": Requirement(),
         }
     ),

@@ -64,13 +64,14 @@ class KernelsSpec(Frozen):
     fp8_cast: Auto[Literal["triton", "reference"]] = "auto"
     """Quantising to fp8, of precision=fp8; with linear=te auto, since it has its own.
 
-    triton: a kernel for the largest elements, and one that writes both layouts. reference: plain."""
+    triton: one pass writes both layouts, behind one for the largest elements where scales are neither known before
+    (delayed) nor those of 128 elements of a line, which the same pass finds. reference: plain."""
     scaled_product: Auto[Literal["cublaslt", "torch", "reference"]] = "auto"
     """Products of fp8 matrices, of precision=fp8; with linear=te auto, since it has its own.
 
-    cublaslt: cuBLASLt itself, which sums weight gradients inside the product; rowwise and blockwise on Hopper. torch:
-    torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which is
-    exact but for its sums, and no faster than that."""
+    cublaslt: cuBLASLt itself, which sums weight gradients inside the product; rowwise and blockwise on Hopper, from
+    version 12.9 on. torch: torch's scaled matrix product, on tensor cores; blockwise on Hopper. reference: dequantised
+    and multiplied in at least fp32, which is exact but for its sums, and no faster than that."""
     scaled_grouped: Auto[Literal["torch", "reference"]] = "auto"
     """Products of fp8 tokens with the fp8 matrices of their experts, of precision=fp8.
 

@@ -49,8 +49,7 @@ SUSTAINED = 0.95
 # 1,910 MHz.
 ATTENTION_HOT = 1.28
 # Seconds of an fp8 product against one whose scales are of whole tensors, the way that throughput is measured. Blocks
-# of 1x128 and 128x128: 1297 of 1508 TFLOP/s on an H200 (8192 on each side, forward); of 1x128 and 1x128, as weight
-# gradients have them: 261 ms at 1,600 MHz against 182 at 1,511 in profiled steps of 8B. Blackwell scales mxfp8 in its
+# of 1x128 and 128x128: 1297 of 1508 TFLOP/s on an H200 (8192 on each side, forward). Blackwell scales mxfp8 in its
 # tensor cores. Both formats, e4m3 and e5m2, run at one rate.
 FP8_COST = {
     "tensorwise": 1.0,
@@ -60,6 +59,8 @@ FP8_COST = {
     "mxfp8": 1.0,
     "nvfp4": 1.0,
 }
+# Of weight gradients. Blockwise, both factors have blocks of 1x128: in profiled steps of 8B on one H200 they took 261
+# ms at 1,600 MHz, and with scales of whole tensors 182 ms at 1,511 MHz.
 FP8_WGRAD_COST = FP8_COST | {"blockwise": (261 * 1600) / (182 * 1511)}
 # Seconds of a grouped product in fp8 over what they were if it gained as much by fp8 as dense ones do. CUTLASS computes
 # it, not cuBLAS: 885 TFLOP/s in a profiled step of an H200 (32 experts of 2,880, 1,024 rows each, 1,889 MHz), where

@@ -545,7 +545,7 @@ def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
     return PassBytes(forward, backward)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Casts:
     """Bytes that a number takes to be turned into fp8."""
 
@@ -566,16 +566,29 @@ def _casts(recipe: Recipe) -> _Casts:
     """Of a run in fp8, or none."""
     name = fp8_recipe(recipe.precision)
     if name is None:
-        return _Casts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return _Casts(of_both=0.0, apart=0.0, columns=0.0, of_weight=0.0, of_group=0.0, of_group_weight=0.0)
     has_one_scale = name in GRADIENTS_IN_FP8
     if recipe.kernels.linear == "te":
-        # it computes no experts
-        columns = COLUMNS_BY_CAST * has_one_scale
-        return _Casts(FP8_CAST[name], FP8_CAST[name], columns, TE_WEIGHT_CAST[name], 0.0, 0.0)
+        return _Casts(
+            of_both=FP8_CAST[name],
+            apart=FP8_CAST[name],
+            columns=COLUMNS_BY_CAST * has_one_scale,
+            of_weight=TE_WEIGHT_CAST[name],
+            # it computes no experts
+            of_group=0.0,
+            of_group_weight=0.0,
+        )
     if recipe.kernels.fp8_cast == "reference":
         plain = PLAIN_FP8_CAST[name]
-        # turned round behind it
-        return _Casts(plain, plain, COLUMNS_OF_BYTES * has_one_scale, plain, plain, plain)
+        return _Casts(
+            of_both=plain,
+            apart=plain,
+            # turned round behind the cast
+            columns=COLUMNS_OF_BYTES * has_one_scale,
+            of_weight=plain,
+            of_group=plain,
+            of_group_weight=plain,
+        )
     return _Casts(
         of_both=FP8_CAST[name],
         apart=FP8_CAST_APART[name],

@@ -301,11 +301,11 @@ class Fp8Linear:
         cast = self.form.cast
         dtype = self.form.dtype(role)
         if self.form.blocks(role) == _SHORT_LINES:
-            by_rows, row_scale, by_columns, column_scale = cast.quantise_short_lines(x_MK, dtype=dtype)
-        else:
-            row_scale, column_scale = self._scales_of_lines(x_MK, role)
-            by_rows, by_columns = cast.cast_lines(x_MK, row_scale, column_scale, dtype=dtype)
-            column_scale = column_scale.t().contiguous()
+            both = cast.quantise_short_lines(x_MK, dtype=dtype)
+            return Fp8Pair(Fp8Tensor(both.rows, both.row_scale), Fp8Tensor(both.columns, both.column_scale))
+        row_scale, column_scale = self._scales_of_lines(x_MK, role)
+        by_rows, by_columns = cast.cast_lines(x_MK, row_scale, column_scale, dtype=dtype)
+        column_scale = column_scale.t().contiguous()
         return Fp8Pair(Fp8Tensor(by_rows, row_scale), Fp8Tensor(by_columns, column_scale))
 
     def _scales_of_lines(self, x_MK: Tensor, role: Role) -> tuple[Tensor, Tensor]:

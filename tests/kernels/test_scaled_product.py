@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megaspec.core.errors import RecipeError
 from megaspec_kernels.catalog import Use, choose, unmet
-from megaspec_kernels.fp8_cast.formats import Block, scale_of
+from megaspec_kernels.fp8_cast.formats import Block, scale_of, scale_shape, spread
 from megaspec_kernels.gate import check
 from megaspec_kernels.registry import REGISTRY
 from megaspec_kernels.scaled_product import cublaslt
-from megaspec_kernels.scaled_product.bench import by_tensor_cores
+from megaspec_kernels.scaled_product.bench import by_tensor_cores, takes
 from megaspec_kernels.scaled_product.scales import as_read
 from tests.kernels.fp8 import quantised
 
@@ -53,9 +53,7 @@ def plain_of(name: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def skip_what_is_hoppers(name: str, a_block: Block) -> None:
-    if name == "reference" or torch.cuda.get_device_capability() == (9, 0):
-        return
-    if a_block[1] is not None or (name == "cublaslt" and a_block != ALL):
+    if name != "reference" and not takes(name, a_block, torch.device("cuda")):
         pytest.skip("scales of blocks, and in cuBLASLt of rows, are Hopper's")
 
 
@@ -106,6 +104,34 @@ def test_products_are_summed(name, a_block, b_block, dtype, out, device) -> None
         check({"out": into}, {"out": plain}, {"out": truth})
 
 
+@pytest.mark.parametrize("name", list(REGISTRY["scaled_product"]))
+@pytest.mark.parametrize(("a_block", "b_block"), dict.fromkeys(pair[:2] for pair in PAIRS), ids=str)
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(16, 16, 128), (48, 272, 640), (272, 400, 384), (1, 400, 896), (48, 272, 208)]
+)
+def test_each_scale_multiplies_what_it_is_of(name, a_block, b_block, M, N, K, device) -> None:
+    """To the bit, of ones by scales that differ from block to block: of random numbers the blocks' largest elements are
+    so alike that a scale read from a neighbour's place is hardly seen. Blocks in whole fours, and not."""
+    if name != "reference" and device.type == "cpu":
+        pytest.skip("fp8 products are tested on a GPU")
+    skip_what_is_hoppers(name, a_block)
+    if name == "torch" and (M % 16 or (a_block[1] is not None and K % 128)):
+        pytest.skip("takes whole units")
+    draw = torch.Generator().manual_seed(M + N + K)
+    ones = []
+    scales = []
+    for rows, block in ((M, a_block), (N, b_block)):
+        ones.append(torch.ones(rows, K).to(E4M3).to(device))
+        # at most 2^6: 896 products of two of them are below 2^22, of which fp32 rounds nothing
+        exponents = torch.randint(0, 7, scale_shape(block, (rows, K)), generator=draw)
+        scales.append(torch.exp2(exponents.float()).to(device))
+    product = REGISTRY["scaled_product"][name]
+    found = product(*ones, *scales, a_block=a_block, b_block=b_block, dtype=torch.float32)
+    a = spread(scales[0].double(), a_block, (M, K)).expand(M, K)
+    b = spread(scales[1].double(), b_block, (N, K)).expand(N, K)
+    assert torch.equal(found.double(), a @ b.t())
+
+
 # Blocks of both factors of a weight gradient, and the format of the first.
 SUMMED = [
     (ALL, ALL, E4M3),
@@ -143,18 +169,30 @@ def test_sums_of_cublaslt_are_those_of_torch(a_block, b_block, dtype, M, N, K) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 63, 1000])
-@pytest.mark.parametrize(("a_block", "b_block", "dtype"), SUMMED, ids=str)
+@pytest.mark.parametrize(("a_block", "b_block", "dtype"), PAIRS, ids=str)
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
 def test_cublaslt_multiplies_any_number_of_tokens(a_block, b_block, dtype, out, tokens) -> None:
-    """As rows of a product, and as what a weight gradient is summed over, made anew and added to a main gradient."""
+    """As rows of a product, where text is written."""
+    device = torch.device("cuda")
+    skip_what_is_hoppers("cublaslt", a_block)
+    (a, a8, a_scale), (b, b8, b_scale) = factors(tokens, 272, 1008, a_block, b_block, dtype, device)
+    found = REGISTRY["scaled_product"]["cublaslt"](
+        a8, b8, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=out
+    )
+    assert found.shape == (tokens, 272)
+    check({"out": found}, {"out": by_tensor_cores(a, b, dtype=out)}, {"out": a @ b.t()})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 63, 1000])
+@pytest.mark.parametrize(("a_block", "b_block", "dtype"), SUMMED, ids=str)
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
+def test_cublaslt_sums_over_any_number_of_tokens(a_block, b_block, dtype, out, tokens) -> None:
+    """A weight gradient, made anew and added to a main gradient."""
     device = torch.device("cuda")
     skip_what_is_hoppers("cublaslt", a_block)
     product = REGISTRY["scaled_product"]["cublaslt"]
     form = {"a_block": a_block, "b_block": b_block, "dtype": out}
-    (a, a8, a_scale), (b, b8, b_scale) = factors(tokens, 272, 1008, a_block, b_block, dtype, device)
-    found = product(a8, b8, a_scale, b_scale, **form)
-    assert found.shape == (tokens, 272)
-    check({"out": found}, {"out": by_tensor_cores(a, b, dtype=out)}, {"out": a @ b.t()})
     # [O, tokens] and [I, tokens]
     (a, a8, a_scale), (b, b8, b_scale) = factors(48, 272, tokens, a_block, b_block, dtype, device)
     plain = by_tensor_cores(a, b, dtype=out)
@@ -183,12 +221,15 @@ def test_zeros_make_whole_units_and_change_no_product(count, dim) -> None:
 
 
 @pytest.mark.gpu
-def test_products_of_several_streams_do_not_meet() -> None:
-    """Each stream has a workspace of its own, and scales are those of the product that they were given to."""
+@pytest.mark.parametrize(("a_block", "b_block", "dtype"), SUMMED, ids=str)
+def test_products_of_several_streams_do_not_meet(a_block, b_block, dtype) -> None:
+    """Each stream has a workspace of its own, and scales are those of the product that they were given to, also where
+    they are copied to lie as they are read."""
     device = torch.device("cuda")
+    skip_what_is_hoppers("cublaslt", a_block)
     product = REGISTRY["scaled_product"]["cublaslt"]
-    form = {"a_block": ALL, "b_block": ALL, "dtype": torch.float32}
-    (_, a8, a_scale), (_, b8, b_scale) = factors(512, 1024, 4096, ALL, ALL, E5M2, device)
+    form = {"a_block": a_block, "b_block": b_block, "dtype": torch.float32}
+    (_, a8, a_scale), (_, b8, b_scale) = factors(512, 1024, 4096, a_block, b_block, dtype, device)
     one = product(a8, b8, a_scale, b_scale, **form)
     torch.cuda.synchronize()
     found = []
@@ -204,15 +245,17 @@ def test_products_of_several_streams_do_not_meet() -> None:
 
 
 @pytest.mark.gpu
-def test_buffers_that_begin_anywhere() -> None:
+@pytest.mark.parametrize(("a_block", "b_block", "dtype"), SUMMED, ids=str)
+def test_buffers_that_begin_anywhere(a_block, b_block, dtype) -> None:
     """A main gradient lies in a buffer of many, on 16 bytes alone."""
     device = torch.device("cuda")
-    (a, a8, a_scale), (b, b8, b_scale) = factors(64, 128, 256, ALL, ALL, E5M2, device)
+    skip_what_is_hoppers("cublaslt", a_block)
+    (a, a8, a_scale), (b, b8, b_scale) = factors(64, 128, 256, a_block, b_block, dtype, device)
     flat = torch.zeros(64 * 128 + 8, device=device)
     into = flat[4:-4].view(64, 128)
     assert into.data_ptr() % 32 == 16
     REGISTRY["scaled_product"]["cublaslt"](
-        a8, b8, a_scale, b_scale, a_block=ALL, b_block=ALL, dtype=torch.float32, into=into
+        a8, b8, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=torch.float32, into=into
     )
     check({"out": into}, {"out": by_tensor_cores(a, b, dtype=torch.float32)}, {"out": a @ b.t()})
     assert not flat[:4].any()
@@ -259,7 +302,35 @@ def test_a_cublaslt_without_scales_of_lines_is_told(version, recipe, is_enough, 
         cublaslt.must_have(recipe)
     text = f"kernels.scaled_product=cublaslt needs cuBLASLt 12.9.0 for precision.recipe={recipe}, torch"
     assert str(raised.value).startswith(text)
-    assert str(raised.value).endswith("has 12.8.3; set kernels.scaled_product=torch")
+    # torch multiplies blocks by the same library
+    way = "set kernels.scaled_product=torch"
+    if recipe == "blockwise":
+        way = "install a torch for CUDA 12.9 or newer, or set precision.recipe=tensorwise"
+    assert str(raised.value).endswith(f"has 12.8.3; {way}")
+
+
+@pytest.mark.parametrize("a_block", [ALL, LINES, (1, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("b_block", [ALL, LINES, (1, 128), (128, 128)], ids=str)
+def test_each_factor_is_described_by_its_own_scales(a_block, b_block, monkeypatch) -> None:
+    """A mode that is left out would have one scale multiply everything. cuBLASLt's first factor is our second one."""
+    said = {}
+
+    def set_attribute(description, attribute, value, size) -> int:
+        said[attribute] = value._obj.value
+        return 0
+
+    def succeed(*_) -> int:
+        return 0
+
+    functions = dict.fromkeys(cublaslt._SIGNATURES, succeed)
+    functions["cublasLtMatmulDescSetAttribute"] = set_attribute
+    monkeypatch.setattr(cublaslt, "library", lambda: SimpleNamespace(**functions))
+    shape = cublaslt.Shape(0, 256, 256, 256, E4M3, E4M3, torch.bfloat16, a_block, b_block, False, (256, 256, 256))
+    cublaslt.describe(shape)
+    # cublasLtMatmulMatrixScale_t: SCALAR_32F, which is the default, OUTER_VEC_32F, VEC128_32F, BLK128x128_32F
+    modes = {ALL: 0, LINES: 3, (1, 128): 4, (128, 128): 5}
+    assert said.get(cublaslt._A_SCALE_MODE, 0) == modes[b_block]
+    assert said.get(cublaslt._B_SCALE_MODE, 0) == modes[a_block]
 
 
 def test_structs_are_those_of_the_header() -> None:
@@ -296,6 +367,25 @@ def test_the_reference_in_fp64_is_exact() -> None:
         a8, b8, a_scale.double(), b_scale.double(), a_block=(1, 128), b_block=(128, 128), dtype=torch.float64
     )
     assert torch.equal(found, a @ b.t())
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "blocks"),
+    [
+        ((8, 9), "cublaslt", [ALL]),
+        ((8, 9), "torch", [ALL, LINES]),
+        ((9, 0), "cublaslt", [ALL, LINES, (1, 128)]),
+        ((9, 0), "torch", [ALL, LINES, (1, 128)]),
+        ((10, 0), "cublaslt", [ALL]),
+        ((10, 0), "torch", [ALL, LINES]),
+        ((10, 0), "reference", [ALL, LINES, (1, 128)]),
+    ],
+)
+def test_a_benchmark_asks_for_what_a_gpu_has(capability, name, blocks, monkeypatch) -> None:
+    """`megaspec bench kernel` on a GPU other than Hopper ended at the first product that there is none of."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = [block for block in (ALL, LINES, (1, 128)) if takes(name, block, torch.device("cuda"))]
+    assert found == blocks
 
 
 def test_wide_models_take_the_reference() -> None:

@@ -840,8 +840,8 @@ FP8 = [
         "largest elements of a part of an expert's token",
         Patch(
             EXPERTS_FP8,
-            "self._own_scale(self.form.cast.amax(x_RI, block=_ROW), role, _ROW)",
-            "self.form.cast.scale_of(self.form.cast.amax(x_RI, block=_ROW), self.form.dtype(role))",
+            "self._own_scale(self.form.cast.amax(x_RI, block=ROW), role, ROW)",
+            "self.form.cast.scale_of(self.form.cast.amax(x_RI, block=ROW), self.form.dtype(role))",
         ),
         replace(FP8_EXPERTS, precision="fp8 rowwise"),
     ),

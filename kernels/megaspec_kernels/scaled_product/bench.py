@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.bench import Bench, Held, Work, random, training_dtype
-from megaspec_kernels.catalog import Use
-from megaspec_kernels.fp8_cast.formats import Block, scale_of, spread
+from megaspec_kernels.catalog import Use, unmet
+from megaspec_kernels.fp8_cast.formats import ROW, SHORT_ROW, Block, scale_of, spread
 from megaspec_kernels.registry import REGISTRY
 from megaspec_kernels.scaled_product import cublaslt
 
@@ -29,6 +29,8 @@ GRADIENTS: dict[str, tuple[Block, torch.dtype]] = {
     "rows": ((1, None), E5M2),
     "1x128": ((1, 128), E4M3),
 }
+# What asks for such blocks of a first factor: by precision.recipe the catalog says who takes them on which GPU.
+_RECIPES: dict[Block, str] = {(None, None): "tensorwise", ROW: "rowwise", SHORT_ROW: "blockwise"}
 
 
 def _factor(x: Tensor, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -47,11 +49,24 @@ def by_tensor_cores(a: Tensor, b: Tensor, *, dtype: torch.dtype) -> Tensor:
     return (a @ b.t() + 2.0**-12 * (a.abs() @ b.abs().t())).to(dtype)
 
 
+def takes(name: str, block: Block, device: torch.device) -> bool:
+    """Whether an implementation has scales of such blocks on a device."""
+    sm = 0
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        sm = 10 * major + minor
+    use = Use(precision="bf16", fp8_recipe=_RECIPES[block])
+    return unmet("scaled_product", name, device=device.type, sm=sm, use=use) is None
+
+
 def held(name: str, device: torch.device) -> Iterator[Held]:
-    """Every pair of scales, into the model's format and into that of main gradients, new and added to something."""
+    """Every pair of scales that the device has, into the model's format and into that of main gradients, new and added
+    to something."""
     kernel = REGISTRY["scaled_product"][name]
     for M, N, K in ((16, 32, 128), (80, 256, 384)):
         for what, (a_block, b_block, format_a) in FACTORS.items():
+            if not takes(name, a_block, device):
+                continue
             a, a_scale = _factor(random(M, K, seed=1, device=device).float(), a_block, format_a)
             b, b_scale = _factor(random(N, K, seed=2, device=device).float(), b_block, E4M3)
             blocks = {"a_block": a_block, "b_block": b_block}
@@ -80,6 +95,8 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
     dtype = training_dtype(device)
     yield from _weight_gradients(name, device)
     for what, (a_block, b_block, format_a) in FACTORS.items():
+        if not takes(name, a_block, device):
+            continue
         a, a_scale = _factor(torch.randn(M, K, device=device), a_block, format_a)
         b, b_scale = _factor(torch.randn(N, K, device=device), b_block, E4M3)
 
@@ -103,6 +120,8 @@ def _weight_gradients(name: str, device: torch.device) -> Iterator[Work]:
         shapes = {"small": (48, 32)}
     kernel = REGISTRY["scaled_product"][name]
     for what, (block, format_gradient) in GRADIENTS.items():
+        if not takes(name, block, device):
+            continue
         for layer, (outputs, inputs) in shapes.items():
             grad_OM, grad_scale = _factor(torch.randn(outputs, tokens, device=device), block, format_gradient)
             x_IM, x_scale = _factor(torch.randn(inputs, tokens, device=device), block, E4M3)

@@ -2,16 +2,17 @@
 
 Note "Sums". The weight gradients of a step's micro batches are summed in fp32. cuBLASLt computes D = a b + beta C with
 C and D the same memory, so a sum costs no memory of its own and no passes over it: 8 bytes a number and micro batch,
-against 16 with a product in fp32 that is added afterwards, and 32 where that has to be multiplied by scales of lines
-first, which torch does not have its products do in fp32.
+against 16 with a product in fp32 that is added afterwards. torch's products in fp32 take no scales of rows: multiplied
+by those afterwards, and then added, they move 32.
 
 Note "Orders". cuBLASLt counts matrices by columns. What is [M, N] by rows in memory is [N, M] by columns there, so its
 first factor is our second one. It takes fp8 along the numbers that are summed over in both factors alone (its "TN"), as
 they lie here.
 
-Note "Scales". One number for a whole factor, one for each of its rows, which is multiplied with the finished sum, or
-one for each 128 numbers of a row or for squares of 128 on a side, which the sum goes on with every 128 numbers: the
-last two on Hopper, and those of rows there from version 12.9 on. Where they lie in memory: see scales.py.
+Note "Scales". A factor has one scale; or, on Hopper alone and from version 12.9 on, one for each row, for each 128
+numbers of a row, or for each square of 128 on a side. Scales of whole factors and of rows multiply the finished sum.
+Those of 128 numbers multiply the part of the sum that these make, so that K is padded to a multiple of 128. Rows go
+with rows, and one factor at most has squares. Where scales lie in memory: see scales.py.
 
 Note "Library". It is the one that torch has loaded, found by its name: no other can be in the process. Numbers of its
 enumerations and the layout of its struct are those of cublasLt.h, which keeps them from version to version. Whatever it
@@ -31,15 +32,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspec.core.errors import RecipeError
-from megaspec_kernels.fp8_cast.formats import Block, scale_shape
+from megaspec_kernels.fp8_cast.formats import ROW, SHORT_LINE, SHORT_ROW, Block, scale_shape
 from megaspec_kernels.scaled_product.scales import as_read, has_short_lines
 
 # What the sides of a product are multiples of.
 UNIT = 16
-# What the numbers that are summed over are multiples of where 128 of them share a scale.
-LINE = 128
-# The first cuBLASLt that has scales of rows and of blocks, as it tells its version.
-SCALES_OF_LINES = 120900
+# Recipes whose scales are of parts of a factor, and the first cuBLASLt that has such scales: 12.9.0, as it encodes it.
+RECIPES_OF_LINES = ("rowwise", "blockwise")
+FIRST_WITH_LINES = 120900
 # What NVIDIA asks for on Hopper.
 WORKSPACE_BYTES = 32 << 20
 # Algorithms that cuBLASLt is asked for, best first by its own estimate. The first one is taken.
@@ -67,12 +67,13 @@ _B_SCALE_POINTER = 18
 _FAST_ACCUM = 25
 _A_SCALE_MODE = 31
 _B_SCALE_MODE = 32
+_WHOLE: Block = (None, None)
 # cublasLtMatmulMatrixScale_t
 _SCALE_MODES: dict[Block, int] = {
-    (None, None): 0,
-    (1, None): 3,
-    (1, LINE): 4,
-    (LINE, LINE): 5,
+    _WHOLE: 0,
+    ROW: 3,
+    SHORT_ROW: 4,
+    (SHORT_LINE, SHORT_LINE): 5,
 }
 # cublasLtMatmulPreferenceAttributes_t
 _MAX_WORKSPACE_BYTES = 1
@@ -115,20 +116,20 @@ _SIGNATURES = {
 
 def must_have(recipe: str) -> None:
     """RecipeError: there is no cuBLASLt, or none that takes the scales of precision.recipe."""
-    found = library()
-    version = found.cublasLtGetVersion()
-    if recipe in LINES_RECIPES and version < SCALES_OF_LINES:
-        raise RecipeError(
-            f"kernels.scaled_product=cublaslt needs cuBLASLt {_told(SCALES_OF_LINES)} for precision.recipe={recipe},"
-            f" torch {torch.__version__} has {_told(version)}; set kernels.scaled_product=torch"
-        )
+    version = library().cublasLtGetVersion()
+    if recipe not in RECIPES_OF_LINES or version >= FIRST_WITH_LINES:
+        return
+    way = "set kernels.scaled_product=torch"
+    if recipe == "blockwise":
+        # torch's product of blocks is that of the same library
+        way = "install a torch for CUDA 12.9 or newer, or set precision.recipe=tensorwise"
+    raise RecipeError(
+        f"kernels.scaled_product=cublaslt needs cuBLASLt {_dotted(FIRST_WITH_LINES)} for precision.recipe={recipe},"
+        f" torch {torch.__version__} has {_dotted(version)}; {way}"
+    )
 
 
-LINES_RECIPES = ("rowwise", "blockwise")
-"""Of precision.recipe, those whose scales are not of whole factors."""
-
-
-def _told(version: int) -> str:
+def _dotted(version: int) -> str:
     """120901 -> 12.9.1"""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
@@ -195,14 +196,13 @@ def scaled_product(
     overwrite: bool = False,
     algorithm: int = 0,
 ) -> Tensor:
-    """See reference.py. N is a multiple of 16, and M where it is added to something. Blocks: see note "Scales", of
-    rows in both factors or in none.
+    """See reference.py. N is a multiple of 16, and M where it is added to something. Blocks: see note "Scales".
 
     `algorithm`: of those that cuBLASLt found, for benchmarks.
     """
     M, K = a_MK.shape
     is_blocked = has_short_lines(a_block) or has_short_lines(b_block)
-    unit = LINE if is_blocked else UNIT
+    unit = SHORT_LINE if is_blocked else UNIT
     # tokens of a text that is being written, of any number, as rows or as what is summed over: zeros make whole units
     if K % unit and not a_MK.is_meta:
         a_MK = in_units(a_MK, dim=1, unit=unit)
@@ -210,7 +210,7 @@ def scaled_product(
     if into is None and M % UNIT and not a_MK.is_meta:
         a_MK = in_units(a_MK, dim=0)
         if a_block[0] == 1:
-            # of rows of zeros any
+            # a row of zeros has any scale
             a_scale = F.pad(a_scale, (0, 0, 0, a_MK.shape[0] - M), value=1.0)
         padded_MN = scaled_product(
             a_MK, b_NK, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=dtype, fast=fast
@@ -222,7 +222,7 @@ def scaled_product(
     if a_MK.is_meta or out.numel() == 0:
         return out
     _check(a_MK, b_NK, a_scale, b_scale, out, a_block=a_block, b_block=b_block)
-    # with scales of blocks fewer bits in the sums are not to be had
+    # there are no fast sums with scales of blocks
     fast = fast and not is_blocked
     shape = _shape(a_MK, b_NK, out, a_block=a_block, b_block=b_block, fast=fast)
     plan = _plan(shape)
@@ -316,7 +316,7 @@ def _check(
     for factor, scale, block in ((a_MK, a_scale, a_block), (b_NK, b_scale, b_block)):
         needs = scale_shape(block, factor.shape)
         assert tuple(scale.shape) == needs, f"scales {tuple(scale.shape)} of {tuple(factor.shape)} by {block}"
-    assert (a_block == (1, None)) == (b_block == (1, None)), f"scales of {a_block} with scales of {b_block}"
+    assert (a_block == ROW) == (b_block == ROW), f"scales of {a_block} with scales of {b_block}"
     assert a_scale.dtype == b_scale.dtype == torch.float32, f"scales in {a_scale.dtype} and {b_scale.dtype}"
     for tensor in (a_MK, b_NK, out_MN):
         assert tensor.is_contiguous(), f"{tuple(tensor.shape)} with strides {tensor.stride()}"
@@ -358,17 +358,17 @@ def _plan(shape: Shape) -> Plan:
     _set(description, _B_SCALE_POINTER, anywhere)
     found = (_Found * ALGORITHMS)()
     count = c_int()
-    asked = f"an algorithm for product {shape}"
+    product = f"product {shape}"
     status = library().cublasLtMatmulAlgoGetHeuristic(
         _handle(shape.device), description, *layouts, layouts[-1], preference, ALGORITHMS, found, byref(count)
     )
-    _must(status, asked)
+    _must(status, f"an algorithm for {product}")
     runs = []
     for one in found[: count.value]:
         if one.status == 0:
             runs.append(one)
     if not runs:
-        raise RuntimeError(f"cuBLASLt has no {asked}; set kernels.scaled_product=torch")
+        raise RuntimeError(f"cuBLASLt has no algorithm for {product}; set kernels.scaled_product=torch")
     library().cublasLtMatmulPreferenceDestroy(preference)
     return Plan(description, *layouts, runs)
 
@@ -381,10 +381,10 @@ def describe(shape: Shape) -> tuple[c_void_p, tuple[c_void_p, c_void_p, c_void_p
     _set(description, _TRANSA, c_int32(_TRANSPOSED))
     _set(description, _TRANSB, c_int32(_AS_IT_IS))
     _set(description, _FAST_ACCUM, c_int8(shape.fast))
-    if shape.a_block != (None, None):
-        # that of whole factors needs no word, which older versions would not know
-        _set(description, _A_SCALE_MODE, c_int32(_SCALE_MODES[shape.b_block]))
-        _set(description, _B_SCALE_MODE, c_int32(_SCALE_MODES[shape.a_block]))
+    for attribute, block in ((_A_SCALE_MODE, shape.b_block), (_B_SCALE_MODE, shape.a_block)):
+        # a whole factor's is the default; versions before 12.8 don't know the attribute
+        if block != _WHOLE:
+            _set(description, attribute, c_int32(_SCALE_MODES[block]))
     layouts = (
         _layout(shape.b_dtype, shape.K, shape.N),
         _layout(shape.a_dtype, shape.K, shape.M),

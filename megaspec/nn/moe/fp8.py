@@ -31,14 +31,12 @@ from torch import Tensor
 
 from megaspec.nn.fp8 import FORMATS, Fp8Input, Fp8Linear, Fp8Pair, Fp8Slots, Fp8Tensor, Role, layer_of
 from megaspec.nn.linear import Linear, MainGrad, sum_of
-from megaspec_kernels.fp8_cast.formats import Block
+from megaspec_kernels.fp8_cast.formats import COLUMN, ROW, Block
 from megaspec_kernels.fp8_cast.groups import Groups, scale_of_rows
 from megaspec_kernels.registry import ScaledGroupedKernel
 
-# What shares a scale, where it is an expert's tensor or one of its rows: dimensions that a scale is taken over.
+# What shares a scale, where that is an expert's whole tensor.
 _TENSOR = (None, None)
-_ROW = (1, None)
-_COLUMN = (None, 1)
 EXPERTS_GRADIENT = FORMATS["e4m3"]
 """Format of the gradients of experts' outputs."""
 
@@ -93,7 +91,7 @@ class Fp8Experts(Fp8Linear):
             in_rows = self._by_row(x, role)
         if columns:
             amax_EI = self.form.cast.group_amax(x, groups.ends, by_column=True)
-            scale_EI = self._own_scale(amax_EI, role, _COLUMN)
+            scale_EI = self._own_scale(amax_EI, role, COLUMN)
             _, values = self.form.cast.group_cast(
                 x, scale_EI, groups, dtype=self.form.dtype(role), rows=False, columns=True
             )
@@ -142,8 +140,8 @@ class Fp8Experts(Fp8Linear):
 
     def _by_row(self, x_RI: Tensor, role: Role) -> Fp8Tensor:
         """Rows by scales of their own, [R, 1]."""
-        scale = self._own_scale(self.form.cast.amax(x_RI, block=_ROW), role, _ROW)
-        values, _ = self.form.cast.cast(x_RI, scale, block=_ROW, dtype=self.form.dtype(role))
+        scale = self._own_scale(self.form.cast.amax(x_RI, block=ROW), role, ROW)
+        values, _ = self.form.cast.cast(x_RI, scale, block=ROW, dtype=self.form.dtype(role))
         return Fp8Tensor(values, scale)
 
     def weight(self, weight: Tensor) -> Fp8Pair:
@@ -164,7 +162,7 @@ class Fp8Experts(Fp8Linear):
         in_rows = self._by_row(weight, "weight")
         ends_E = self._ends_of_weight(weight)
         amax_EI = self.form.cast.group_amax(weight, ends_E, by_column=True)
-        scale_EI = self._own_scale(amax_EI, "weight", _COLUMN)
+        scale_EI = self._own_scale(amax_EI, "weight", COLUMN)
         values, _ = self.form.cast.group_cast(
             weight, scale_EI, self.groups(ends_E, weight.shape[0]), dtype=self.form.dtype("weight")
         )
@@ -179,7 +177,7 @@ class Fp8Experts(Fp8Linear):
         scale_E = self._own_scale(amax_E, "weight", _TENSOR)
         of_outputs = self._of_outputs(scale_E, weight)
         values, columns = self.form.cast.cast(
-            weight, of_outputs.view(-1, 1), block=_ROW, dtype=self.form.dtype("weight"), rows=True, columns=True
+            weight, of_outputs.view(-1, 1), block=ROW, dtype=self.form.dtype("weight"), rows=True, columns=True
         )
         return self._of_matrices(values, columns, scale_E, of_outputs)
 
