@@ -302,11 +302,12 @@ class Fp8Linear:
         dtype = self.form.dtype(role)
         if self.form.blocks(role) == _SHORT_LINES:
             both = cast.quantise_short_lines(x_MK, dtype=dtype)
-            return Fp8Pair(Fp8Tensor(both.rows, both.row_scale), Fp8Tensor(both.columns, both.column_scale))
+            column_scale = scale_in_columns(both.column_scale, SHORT_COLUMN)
+            return Fp8Pair(Fp8Tensor(both.rows, both.row_scale), Fp8Tensor(both.columns, column_scale))
         row_scale, column_scale = self._scales_of_lines(x_MK, role)
         by_rows, by_columns = cast.cast_lines(x_MK, row_scale, column_scale, dtype=dtype)
-        column_scale = column_scale.t().contiguous()
-        return Fp8Pair(Fp8Tensor(by_rows, row_scale), Fp8Tensor(by_columns, column_scale))
+        in_columns = Fp8Tensor(by_columns, scale_in_columns(column_scale, COLUMN))
+        return Fp8Pair(Fp8Tensor(by_rows, row_scale), in_columns)
 
     def _scales_of_lines(self, x_MK: Tensor, role: Role) -> tuple[Tensor, Tensor]:
         """Of each row [M, 1], and of each column [1, K]."""
@@ -439,7 +440,7 @@ class Fp8Linear:
         if rows:
             in_rows = Fp8Tensor(by_rows, scale)
         if columns:
-            in_columns = Fp8Tensor(by_columns, scale.t().contiguous())
+            in_columns = Fp8Tensor(by_columns, scale_in_columns(scale, block))
         return Fp8Pair(in_rows, in_columns)
 
 
@@ -482,7 +483,7 @@ def fp8_forward(
         whole = layer.for_columns(x_MI, pair.rows)
         # a copy, also where it lies in one piece: the tokens of other ranks are not kept
         kept = whole.values.view(x.shape).chunk(parts, 1)[part].clone(memory_format=torch.contiguous_format)
-        kept_scale = whole.scale.t().contiguous()
+        kept_scale = scale_in_columns(whole.scale, BLOCKS[recipe]["input"].columns)
     else:
         kept, kept_scale = _nothing(x)
     y_MO = layer.product(pair.rows, layer.weight(weight).rows, ("input", "weight"), along="rows", dtype=x.dtype)
@@ -698,7 +699,15 @@ def _nothing(like: Tensor) -> tuple[Tensor, Tensor]:
     return like.new_empty(0, dtype=FORMATS["e4m3"]), like.new_empty(0, dtype=torch.float32)
 
 
+def scale_in_columns(scale_mk: Tensor, block: Block) -> Tensor:
+    """[m, k] of a matrix -> [k, m] of its columns. Those of short columns stay where they are, as products read them;
+    others are contiguous."""
+    if block == SHORT_COLUMN:
+        return scale_mk.t()
+    return scale_mk.t().contiguous()
+
+
 def _empty_scale(like: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
     """Of a matrix in columns."""
     wide = torch.promote_types(like.dtype, torch.float32)
-    return like.new_empty(scale_shape(block, shape)[::-1], dtype=wide)
+    return scale_in_columns(like.new_empty(scale_shape(block, shape), dtype=wide), block)

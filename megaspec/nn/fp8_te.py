@@ -17,7 +17,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import BLOCKS, FORMATS, REMEMBERED, Blocks, Fp8Linear, Fp8Pair, Fp8Tensor, Role
+from megaspec.nn.fp8 import (
+    BLOCKS,
+    FORMATS,
+    REMEMBERED,
+    Blocks,
+    Fp8Linear,
+    Fp8Pair,
+    Fp8Tensor,
+    Role,
+    scale_in_columns,
+)
 from megaspec_kernels.linear import te_fp8
 from megaspec_kernels.linear.te_fp8 import Cast, Factor, Scales
 
@@ -91,7 +101,8 @@ class TeFp8Linear(Fp8Linear):
             in_columns = Fp8Tensor(cast.columns.values, cast.columns.scale.view(1, 1))
         elif role != "weight":
             # what is kept has its scales as fp8.py has them, [K, m]; a weight is handed to nobody
-            in_columns = Fp8Tensor(cast.columns.values, cast.columns.scale.t().contiguous())
+            scale = scale_in_columns(cast.columns.scale, BLOCKS[self.form.recipe][role].columns)
+            in_columns = Fp8Tensor(cast.columns.values, scale)
         return Fp8Pair(in_rows, in_columns)
 
     def columns(self, values_MK: Tensor) -> Tensor:

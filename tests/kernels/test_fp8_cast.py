@@ -312,9 +312,11 @@ def test_lines_of_the_reference_are_those_of_the_definition(dtype, shape, wide) 
     assert torch.equal(columns.double().t() * column_scale.double(), quantised(x, dtype, COLUMN))
     short = kernel.quantise_short_lines(x, dtype=dtype)
     assert short.row_scale.dtype == short.column_scale.dtype == torch.promote_types(wide, torch.float32)
+    assert short.row_scale.t().is_contiguous()
+    assert short.column_scale.is_contiguous()
     factor = spread(short.row_scale, SHORT_ROW, shape).double()
     assert torch.equal(short.rows.double() * factor, quantised(x, dtype, SHORT_ROW))
-    factor = spread(short.column_scale.t(), SHORT_COLUMN, shape).double()
+    factor = spread(short.column_scale, SHORT_COLUMN, shape).double()
     assert torch.equal(short.columns.double().t() * factor, quantised(x, dtype, SHORT_COLUMN))
 
 
@@ -343,7 +345,7 @@ def test_lines_that_are_zero_or_not_finite(name, shape, dtype, device) -> None:
     assert column_amax[0, [3, 5, 7, 95]].tolist() == [0.0, inf, inf, inf]
     short = kernel.quantise_short_lines(x.to(device), dtype=dtype)
     assert short.row_scale[[1, 2, 4, 6, 8, 62], 0].tolist() == [1.0] * 6
-    assert short.column_scale[[3, 5, 7, 9, 95], 0].tolist() == [1.0] * 5
+    assert short.column_scale[0, [3, 5, 7, 9, 95]].tolist() == [1.0] * 5
     assert short.rows.float().isnan().nonzero().tolist() == [[4, 5], [6, 7], [8, 9], [62, 95]]
     assert short.columns.float().isnan().nonzero().tolist() == [[5, 4], [7, 6], [9, 8], [95, 62]]
 
@@ -413,7 +415,7 @@ def test_lines_of_a_matrix_without_memory() -> None:
         assert [tuple(one.shape) for one in scales] == [(48, 1), (1, 144)]
         assert [tuple(one.shape) for one in kernel.cast_lines(x, *scales, dtype=E5M2)] == [(48, 144), (144, 48)]
         short = kernel.quantise_short_lines(x, dtype=E5M2)
-        assert [tuple(one.shape) for one in short] == [(48, 144), (48, 2), (144, 48), (144, 1)]
+        assert [tuple(one.shape) for one in short] == [(48, 144), (48, 2), (144, 48), (1, 144)]
 
 
 @pytest.mark.gpu
@@ -451,8 +453,15 @@ def _check_same(found: Sequence[Tensor], asked: Sequence[Tensor], what: str = ""
     for place, (mine, one) in enumerate(zip(found, asked, strict=True)):
         assert mine.shape == one.shape
         assert mine.dtype == one.dtype
-        assert mine.is_contiguous()
-        assert same_bits(mine.view(-1), one.view(-1)), (place, what)
+        # also where they lie: scales of short rows part by part
+        for turned in (False, True):
+            assert _lies_so(mine, turned) == _lies_so(one, turned), (place, what)
+        assert same_bits(mine.contiguous().view(-1), one.contiguous().view(-1)), (place, what)
+
+
+def _lies_so(x: Tensor, turned: bool) -> bool:
+    """Row by row, or column by column."""
+    return (x.t() if turned else x).is_contiguous()
 
 
 def _lines_that_differ(found: Tensor, asked: Tensor) -> list[int]:

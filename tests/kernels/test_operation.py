@@ -1,9 +1,14 @@
 """Operations: what torch.library.custom_op refuses is refused, and the compiler takes them whole."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
+from megaspec_kernels import operation as operation_file
 from megaspec_kernels.operation import fake_of, operation
 
 
@@ -81,3 +86,56 @@ def test_it_is_made_anew_where_its_module_is_read_again():
 
     fake_of(second)(torch.empty_like)
     assert second(torch.zeros(1)).item() == 2
+
+
+TURNED = """
+import torch
+from megaspec_kernels.operation import fake_of, operation
+
+@operation("megaspec_tests::turned")
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return {made}
+
+@fake_of(turned)
+def _(x: torch.Tensor) -> torch.Tensor:
+    return {made}
+
+x = torch.arange(6.0).view(2, 3)
+print(torch.compile(lambda x: turned(x) + 1)(x).tolist())
+"""
+
+
+@pytest.mark.slow
+def test_code_that_was_compiled_for_another_fake_is_not_taken(tmp_path):
+    """It expects other strides, and would end with that."""
+    for made in ("x.t().contiguous()", "x.t().clone(memory_format=torch.preserve_format)"):
+        script = tmp_path / "script.py"
+        script.write_text(TURNED.format(made=made))
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        done = subprocess.run(
+            [sys.executable, "-P", str(script)], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "[[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]\n"
+
+
+def test_what_files_with_fakes_say_is_part_of_the_key_of_what_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(operation_file, "_source_of_file", {})
+    monkeypatch.setattr(operation_file, "_tag_of_others", "others ")
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+    first, second = tmp_path / "first.py", tmp_path / "second.py"
+    first.write_text("one")
+    second.write_text("two")
+
+    def tag(*files) -> str:
+        operation_file._source_of_file.clear()
+        for file in files:
+            operation_file._add_to_cache_key(str(file))
+        return torch.compiler.config.cache_key_tag
+
+    both = tag(first, second)
+    assert both.startswith("others megaspec ")
+    assert tag(second, first) == both
+    assert tag(first) != both
+    second.write_text("three")
+    assert tag(first, second) != both

@@ -731,8 +731,8 @@ FP8 = [
         "scales of columns twice as large",
         Patch(
             FP8_LAYER,
-            "column_scale = column_scale.t().contiguous()",
-            "column_scale = 2 * column_scale.t().contiguous()",
+            "in_columns = Fp8Tensor(by_columns, scale_in_columns(column_scale,",
+            "in_columns = Fp8Tensor(by_columns, scale_in_columns(2 * column_scale,",
         ),
         FP8_ROWS,
         invisible=True,
@@ -741,8 +741,8 @@ FP8 = [
         "scales of short columns twice as large",
         Patch(
             "megaspec_kernels.fp8_cast.reference",
-            "return Quantised(rows, row_scale, turned, column_scale.t().contiguous())",
-            "return Quantised(rows, row_scale, turned, 2 * column_scale.t().contiguous())",
+            "return Quantised(rows, by_parts(row_scale), turned, column_scale)",
+            "return Quantised(rows, by_parts(row_scale), turned, 2 * column_scale)",
         ),
         replace(FP8_ROWS, precision="fp8 blockwise", wide=True),
         invisible=True,
@@ -763,8 +763,8 @@ FP8 = [
         "a scale twice as large",
         Patch(
             FP8_LAYER,
-            "in_columns = Fp8Tensor(by_columns, scale.t().contiguous())",
-            "in_columns = Fp8Tensor(by_columns, 2 * scale.t().contiguous())",
+            "in_columns = Fp8Tensor(by_columns, scale_in_columns(scale, block))",
+            "in_columns = Fp8Tensor(by_columns, 2 * scale_in_columns(scale, block))",
         ),
         FP8_TENSORS,
         invisible=True,

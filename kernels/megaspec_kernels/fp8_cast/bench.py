@@ -42,7 +42,7 @@ def _quantised_lines(kernel: Fp8CastKernel, x_MK: Tensor) -> Results:
         "out": by_rows.to(wide) * row_scale,
         "columns": by_columns.t().to(wide) * column_scale,
         "short rows": short.rows.to(wide) * spread(short.row_scale, SHORT_ROW, x_MK.shape),
-        "short columns": short.columns.t().to(wide) * spread(short.column_scale.t(), SHORT_COLUMN, x_MK.shape),
+        "short columns": short.columns.t().to(wide) * spread(short.column_scale, SHORT_COLUMN, x_MK.shape),
     }
 
 

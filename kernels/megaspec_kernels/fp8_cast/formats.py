@@ -49,11 +49,16 @@ class Quantised(NamedTuple):
     rows: Tensor
     """[M, K]"""
     row_scale: Tensor
-    """[M, k]"""
+    """[M, k]; of short lines those of one part of all rows lie behind each other, as products read them"""
     columns: Tensor
     """[K, M]"""
     column_scale: Tensor
-    """[K, m]: as the columns lie, contiguous"""
+    """[m, K], contiguous"""
+
+
+def by_parts(scale_mk: Tensor) -> Tensor:
+    """[m, k], the same numbers, with those of one k behind each other in memory."""
+    return scale_mk.t().contiguous().t()
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0) -> Tensor:

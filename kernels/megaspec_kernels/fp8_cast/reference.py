@@ -19,6 +19,7 @@ from megaspec_kernels.fp8_cast.formats import (
     SHORT_ROW,
     Block,
     Quantised,
+    by_parts,
     scale_of,
     sizes_of,
     spread,
@@ -96,7 +97,7 @@ def quantise_short_lines(x_MK: Tensor, *, dtype: torch.dtype) -> Quantised:
     column_scale = scale(x_MK, block=SHORT_COLUMN, dtype=dtype)
     rows, _ = cast(x_MK, row_scale, block=SHORT_ROW, dtype=dtype)
     _, turned = cast(x_MK, column_scale, block=SHORT_COLUMN, dtype=dtype, rows=False, columns=True)
-    return Quantised(rows, row_scale, turned, column_scale.t().contiguous())
+    return Quantised(rows, by_parts(row_scale), turned, column_scale)
 
 
 def columns(x_MK: Tensor) -> Tensor:

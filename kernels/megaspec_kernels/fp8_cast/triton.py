@@ -32,6 +32,7 @@ from megaspec_kernels.fp8_cast.formats import (
     SHORT_ROW,
     Block,
     Quantised,
+    by_parts,
     scale_shape,
     sizes_of,
 )
@@ -574,11 +575,9 @@ if triton is not None:
         policy: tl.constexpr,
     ):
         """x as int32 [M, K / 2], rows as int16 [M, K / 2], columns as int32 [K, M / 4]; see notes "Pairs" and "Lines".
-        `exponent`: see scale_bits: scales of the lines of a tile are found and written, [M, tiles] and [K, tiles]; 0:
+        `exponent`: see scale_bits: scales of the lines of a tile are found and written, [tiles, M] and [tiles, K]; 0:
         those of whole lines are read, [M] and [K]. All as bits."""
-        tiles_m = tl.cdiv(M, b_m)
-        tiles_k = tl.cdiv(K, b_k)
-        tile_m, tile_k = tile_of_program(tiles_m, tiles_k, below)
+        tile_m, tile_k = tile_of_program(tl.cdiv(M, b_m), tl.cdiv(K, b_k), below)
 
         # rows 4 i + j, columns 2 c and 2 c + 1 of the tile
         i = tl.arange(0, b_m // 4)
@@ -601,25 +600,21 @@ if triton is not None:
         pairs_2 = without_infinity(pairs_2, interpreted)
         pairs_3 = without_infinity(pairs_3, interpreted)
 
-        row_step = 1
-        column_step = 1
         if exponent:
-            row_step = tiles_k
-            column_step = tiles_m
-            row_scale_ptr += tile_k
-            column_scale_ptr += tile_m
-        row_scale_ptr += (tile_m * b_m + 4 * i).to(tl.int64) * row_step
-        column_scale_ptr += (tile_k * b_k + 2 * c).to(tl.int64) * column_step
+            row_scale_ptr += tile_k.to(tl.int64) * M
+            column_scale_ptr += tile_m.to(tl.int64) * K
+        row_scale_ptr += tile_m * b_m + 4 * i
+        column_scale_ptr += tile_k * b_k + 2 * c
         scale_0 = row_scale(pairs_0, row_scale_ptr, has_rows, exponent, interpreted)
-        scale_1 = row_scale(pairs_1, row_scale_ptr + row_step, has_rows, exponent, interpreted)
-        scale_2 = row_scale(pairs_2, row_scale_ptr + 2 * row_step, has_rows, exponent, interpreted)
-        scale_3 = row_scale(pairs_3, row_scale_ptr + 3 * row_step, has_rows, exponent, interpreted)
+        scale_1 = row_scale(pairs_1, row_scale_ptr + 1, has_rows, exponent, interpreted)
+        scale_2 = row_scale(pairs_2, row_scale_ptr + 2, has_rows, exponent, interpreted)
+        scale_3 = row_scale(pairs_3, row_scale_ptr + 3, has_rows, exponent, interpreted)
         if exponent:
             low, high = largest_in_columns(pairs_0, pairs_1, pairs_2, pairs_3, interpreted)
             low = scale_bits(low, exponent)
             high = scale_bits(high, exponent)
             tl.store(column_scale_ptr, low, mask=has_columns)
-            tl.store(column_scale_ptr + column_step, high, mask=has_columns)
+            tl.store(column_scale_ptr + 1, high, mask=has_columns)
         else:
             low = tl.load(column_scale_ptr, mask=has_columns, other=127 << 23)
             high = tl.load(column_scale_ptr + 1, mask=has_columns, other=127 << 23)
@@ -890,14 +885,14 @@ def quantise_short_lines(x_MK: Tensor, *, dtype: torch.dtype, tile: Tile = BEST_
         column_scale = scale(x_MK, block=SHORT_COLUMN, dtype=dtype)
         rows, _ = cast(x_MK, row_scale, block=SHORT_ROW, dtype=dtype)
         _, turned = cast(x_MK, column_scale, block=SHORT_COLUMN, dtype=dtype, rows=False, columns=True)
-        return Quantised(rows, row_scale, turned, column_scale.t().contiguous())
+        return Quantised(rows, by_parts(row_scale), turned, column_scale)
     assert tile.rows == tile.columns == SHORT_LINE, f"{tile} for lines of {SHORT_LINE}"
     M, K = x_MK.shape
     both = Quantised(
         x_MK.new_empty(M, K, dtype=dtype),
-        x_MK.new_empty(M, ceil_div(K, SHORT_LINE), dtype=torch.float32),
+        x_MK.new_empty(ceil_div(K, SHORT_LINE), M, dtype=torch.float32).t(),
         x_MK.new_empty(K, M, dtype=dtype),
-        x_MK.new_empty(K, ceil_div(M, SHORT_LINE), dtype=torch.float32),
+        x_MK.new_empty(ceil_div(M, SHORT_LINE), K, dtype=torch.float32),
     )
     _write_lines(x_MK, both, exponent=EXPONENT[dtype], tile=tile)
     return both
@@ -910,7 +905,8 @@ def _write_lines(x_MK: Tensor, both: Quantised, *, exponent: int, tile: Tile) ->
     tiles = ceil_div(M, tile.rows) * ceil_div(K, tile.columns)
     lines_kernel[(tiles,)](
         x_MK.view(torch.int32),
-        both.row_scale.view(torch.int32),
+        # [M, 1], or [M, k] as it lies
+        both.row_scale.t().view(torch.int32),
         both.column_scale.view(torch.int32),
         both.rows.view(torch.int16),
         both.columns.view(torch.int32),

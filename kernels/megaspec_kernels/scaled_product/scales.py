@@ -22,5 +22,9 @@ def as_read(scale_mk: Tensor, block: Block) -> Tensor:
     if not has_short_lines(block):
         return scale_mk.contiguous()
     if block[0] == 1:
+        # no copy of those that lie so already
         return scale_mk.t().contiguous()
-    return F.pad(scale_mk, (0, -scale_mk.shape[1] % _SQUARES)).contiguous()
+    missing = -scale_mk.shape[1] % _SQUARES
+    if missing:
+        scale_mk = F.pad(scale_mk, (0, missing))
+    return scale_mk.contiguous()
