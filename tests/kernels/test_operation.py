@@ -122,7 +122,6 @@ def test_code_that_was_compiled_for_another_fake_is_not_taken(tmp_path):
 def test_what_files_with_fakes_say_is_part_of_the_key_of_what_is_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(operation_file, "_source_of_file", {})
     monkeypatch.setattr(operation_file, "_tag_of_others", "others ")
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
     first, second = tmp_path / "first.py", tmp_path / "second.py"
     first.write_text("one")
     second.write_text("two")
@@ -133,9 +132,10 @@ def test_what_files_with_fakes_say_is_part_of_the_key_of_what_is_compiled(tmp_pa
             operation_file._add_to_cache_key(str(file))
         return torch.compiler.config.cache_key_tag
 
-    both = tag(first, second)
-    assert both.startswith("others megaspec ")
-    assert tag(second, first) == both
-    assert tag(first) != both
-    second.write_text("three")
-    assert tag(first, second) != both
+    with torch.compiler.config.patch(cache_key_tag=""):
+        both = tag(first, second)
+        assert both.startswith("others megaspec ")
+        assert tag(second, first) == both
+        assert tag(first) != both
+        second.write_text("three")
+        assert tag(first, second) != both
