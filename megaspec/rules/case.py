@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
 from typing import Any
 
@@ -12,8 +13,10 @@ from megaspec.estimate.target import Target
 from megaspec.nn.mla.spec import LatentSpec
 from megaspec.nn.moe.spec import MoeSpec
 from megaspec.recipe import Recipe
+from megaspec.rules.kernel_use import use_of
 from megaspec.rules.run_facts import Facts
 from megaspec.train.batch_schedule import BatchSchedule, ramp_is_too_long
+from megaspec_kernels.catalog import Use
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,12 @@ class Case:
     def dense_layers(self) -> int:
         """Layers with a plain feed-forward layer."""
         return sum("mlp" in mixers for mixers in self.recipe.model.mixers)
+
+    # a rule for each operation asks, and a search asks every rule of every layout
+    @cached_property
+    def kernel_use(self) -> Use:
+        """What the recipe asks of its kernels, see use_of."""
+        return use_of(self.recipe)
 
     @property
     def batches(self) -> tuple[int, ...]:

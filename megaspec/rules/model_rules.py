@@ -7,7 +7,7 @@ from megaspec.core.errors import Problem
 from megaspec.core.units import counted
 from megaspec.precision.spec import Fp8Precision, fp8_recipe
 from megaspec.rules.case import Case, sequence_unit
-from megaspec.rules.kernel_use import attention_use_of, use_of
+from megaspec.rules.kernel_use import attention_use_of
 from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
 from megaspec.rules.ways import Way, way_out
 from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, choose, unmet
@@ -160,7 +160,7 @@ def experts_are_dequantised_where_it_is_chosen(case: Case) -> Problem | None:
     if is_chosen or case.recipe.precision.kind != "fp8" or case.moe is None or case.target.device != "cuda":
         return None
     # of widths another rule speaks
-    use = replace(use_of(case.recipe), widths=())
+    use = replace(case.kernel_use, widths=())
     lacks = unmet("scaled_grouped", "torch", device="cuda", sm=case.target.sm, use=use)
     if lacks is None:
         return None
@@ -228,7 +228,7 @@ def _kernel(case: Case, operation: str) -> Problem | None:
     name = getattr(case.recipe.kernels, operation)
     device = case.target.device
     sm = case.target.sm
-    use = use_of(case.recipe)
+    use = case.kernel_use
     packages = case.target.versions
     lacks = unmet(operation, name, device=device, sm=sm, use=use, packages=packages)
     if lacks is None:

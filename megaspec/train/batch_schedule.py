@@ -1,5 +1,8 @@
 """Global batch at each step: a pure function of the train spec."""
 
+from functools import lru_cache
+from typing import NamedTuple
+
 from megaspec.train.spec import TrainSpec
 
 LONGEST_RAMP = 10_000
@@ -12,6 +15,14 @@ def ramp_is_too_long(train: TrainSpec) -> bool:
     return ramp is not None and (train.global_batch - ramp.start) // ramp.increment > LONGEST_RAMP
 
 
+class _Stage(NamedTuple):
+    """Steps that take the same batch."""
+
+    first_step: int
+    first_sample: int
+    batch: int
+
+
 class BatchSchedule:
     """How many sequences each optimizer step takes.
 
@@ -22,28 +33,12 @@ class BatchSchedule:
 
     def __init__(self, train: TrainSpec, *, moved: int = 0):
         self._moved = moved
-        self._stages: list[tuple[int, int, int]] = []  # (first step, first sample, batch)
-        step = 0
-        sample = 0
-        if train.batch_ramp is not None:
-            ramp = train.batch_ramp
-            assert ramp.first_step != "auto", "train.batch_ramp.first_step was left open by the resolver"
-            step = ramp.first_step
-            first_sample = step * ramp.start
-            sample = first_sample
-            n_increments = (train.global_batch - ramp.start) // ramp.increment
-            assert n_increments <= LONGEST_RAMP, f"{n_increments} increments: ramp_is_too_long was not asked"
-            for k in range(n_increments):
-                batch = ramp.start + k * ramp.increment
-                # the batch grows at the first step that begins at or behind this sample
-                until = first_sample - (-(k + 1) * ramp.samples // n_increments)
-                n_steps = max(0, -(-(until - sample) // batch))
-                # a short part may lie wholly within the last step of the one before it
-                if n_steps:
-                    self._stages.append((step, sample, batch))
-                step += n_steps
-                sample += n_steps * batch
-        self._stages.append((step, sample, train.global_batch))
+        ramp = train.batch_ramp
+        if ramp is None:
+            self._stages = (_Stage(0, 0, train.global_batch),)
+            return
+        assert ramp.first_step != "auto", "train.batch_ramp.first_step was left open by the resolver"
+        self._stages = _stages(ramp.start, ramp.increment, ramp.samples, ramp.first_step, train.global_batch)
 
     def batch(self, step: int) -> int:
         """Sequences of the step that follows `step` completed ones."""
@@ -58,7 +53,7 @@ class BatchSchedule:
     @property
     def batches(self) -> tuple[int, ...]:
         """Every batch size that occurs, in order."""
-        return tuple(batch for _, _, batch in self._stages)
+        return tuple(stage.batch for stage in self._stages)
 
     def _stage(self, step: int) -> tuple[int, int, int]:
         """First step, first sample and batch of the stage that a step lies in."""
@@ -69,3 +64,27 @@ class BatchSchedule:
         assert step >= 0, f"step={step} must not be negative"
         # a ramp that begins later
         return self._stages[0]
+
+
+# a search asks for those of one ramp with every layout
+@lru_cache(maxsize=64)
+def _stages(start: int, increment: int, samples: int, first_step: int, global_batch: int) -> tuple[_Stage, ...]:
+    """Of a ramp, and the last one, which takes the whole batch."""
+    found = []
+    step = first_step
+    first_sample = first_step * start
+    sample = first_sample
+    n_increments = (global_batch - start) // increment
+    assert n_increments <= LONGEST_RAMP, f"{n_increments} increments: ramp_is_too_long was not asked"
+    for k in range(n_increments):
+        batch = start + k * increment
+        # the batch grows at the first step that begins at or behind this sample
+        until = first_sample - (-(k + 1) * samples // n_increments)
+        n_steps = max(0, -(-(until - sample) // batch))
+        # a short part may lie wholly within the last step of the one before it
+        if n_steps:
+            found.append(_Stage(step, sample, batch))
+        step += n_steps
+        sample += n_steps * batch
+    found.append(_Stage(step, sample, global_batch))
+    return tuple(found)
