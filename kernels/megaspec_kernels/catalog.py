@@ -66,7 +66,7 @@ class Requirement:
     fp8_recipes: tuple[str, ...] = ()
     """Of precision.recipe, those whose scales it takes; empty: all."""
     hopper_recipes: tuple[str, ...] = ()
-    """Of precision.recipe, those whose scales it takes on Hopper (sm90) alone."""
+    """Of precision.recipe, those whose scales it takes on Hopper (sm90) alone, with CUDA_WITH_LINES or newer."""
     writes_fp8: bool = False
     """Whether it writes what a layer beside it multiplies in fp8 itself, by a delayed scale: with such scales `auto`
     takes such a one first."""
@@ -319,6 +319,28 @@ _PLAIN = Use()
 
 NONE: frozenset[str] = frozenset()
 
+# The first CUDA whose products take scales of lines and of blocks (cuBLAS 12.9).
+CUDA_WITH_LINES = (12, 9)
+
+
+def cuda_of_torch(packages: Container[str]) -> tuple[int, int] | None:
+    """What the target's torch was built for, where its version says so: 2.11.0+cu126. None: nothing is said, as of
+    torch's own choice."""
+    if not isinstance(packages, Mapping):
+        return None
+    _, _, digits = packages.get("torch", "").partition("+cu")
+    if not digits.isdecimal() or len(digits) < 3:
+        return None
+    return int(digits[:-1]), int(digits[-1])
+
+
+def has_no_lines(packages: Container[str]) -> str | None:
+    """Why no product of fp8 takes scales of lines or of blocks, in words; None: nothing says that."""
+    cuda = cuda_of_torch(packages)
+    if cuda is None or cuda >= CUDA_WITH_LINES:
+        return None
+    return f"from CUDA {CUDA_WITH_LINES[0]}.{CUDA_WITH_LINES[1]} on, torch is built for {cuda[0]}.{cuda[1]}"
+
 
 def unmet(
     operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN, packages: Container[str] = NONE
@@ -345,6 +367,10 @@ def unmet(
         return f"needs precision.recipe={one_of(need.fp8_recipes)}, it is {use.fp8_recipe}"
     if use.fp8_recipe in need.hopper_recipes and device == "cuda" and sm // 10 != 9:
         return f"takes precision.recipe={use.fp8_recipe} on sm90 alone, this GPU is sm{sm}"
+    if use.fp8_recipe in need.hopper_recipes and device == "cuda":
+        too_old = has_no_lines(packages)
+        if too_old is not None:
+            return f"takes precision.recipe={use.fp8_recipe} {too_old}"
     odd = next((width for width in use.widths if width % need.step), None)
     if odd is not None:
         return f"needs matrices whose widths are multiples of {need.step}, one is {odd} wide"

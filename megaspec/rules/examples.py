@@ -13,6 +13,7 @@ CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 SERVICES = {"wandb": "0.31.0", "mlflow-skinny": "3.17.2", "trackio": "0.43.0"}
 WITH_SERVICES = CPU.model_copy(update={"versions": CPU.versions | SERVICES})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
+H200_OF_CUDA_12_6 = H200.model_copy(update={"versions": {"torch": "2.13.0+cu126"}})
 H200_WITH_TE = H200.model_copy(update={"versions": H200.versions | {"transformer-engine": "2.20.2"}})
 B200_WITH_TE = Target(
     gpus=8, gpu="NVIDIA B200", sm=100, cores=64, versions={"torch": "2.13.0", "transformer-engine": "2.20.2"}
@@ -465,6 +466,12 @@ _PRECISION = {
     ),
     "fp8-dequantised": Example(
         (_FP8, _moe()), ("kernels.scaled_grouped=reference",), "kernels.scaled_grouped", target=B200_WITH_TE
+    ),
+    "fp8-products-dequantised": Example(
+        (_FP8, "precision.recipe=blockwise", *_WIDE),
+        ("kernels.scaled_product=reference",),
+        "kernels.scaled_product",
+        target=H200_OF_CUDA_12_6,
     ),
     "fp8-layers": Example(
         (_FP8, "precision.first_layers_bf16=4"),

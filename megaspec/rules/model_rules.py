@@ -10,7 +10,7 @@ from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import attention_use_of
 from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
 from megaspec.rules.ways import Way, way_out
-from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, choose, unmet
+from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, choose, has_no_lines, unmet
 
 # From here on tensor cores take fp8 matrices as they are, and Transformer Engine makes no columns of whole tensors.
 _BLACKWELL = 100
@@ -166,6 +166,23 @@ def experts_are_dequantised_where_it_is_chosen(case: Case) -> Problem | None:
         return None
     text = f"{key}=auto has no kernel for experts in fp8: torch {lacks}; set precision=bf16, or"
     return Problem(key, f"{text} {key}=reference, which multiplies them in fp32, slower than bf16")
+
+
+def fp8_is_dequantised_where_it_is_chosen(case: Case) -> Problem | None:
+    """fp8 products without a kernel, dequantised and multiplied in fp32, have to be chosen on a GPU."""
+    key = "kernels.scaled_product"
+    kernels = case.recipe.kernels
+    is_chosen = key not in case.decided or kernels.scaled_product != "reference"
+    if is_chosen or case.kernel_use.fp8_recipe is None or kernels.linear == "te" or case.target.device != "cuda":
+        return None
+    recipe = case.recipe.precision.recipe
+    too_old = has_no_lines(case.target.versions)
+    # of GPUs that have none another rule speaks
+    if too_old is None:
+        return None
+    text = f"{key}=auto has no kernel for precision.recipe={recipe}, which products take {too_old}; set"
+    text += f" precision.recipe=tensorwise, or {key}=reference, which multiplies in fp32, slower than bf16"
+    return Problem(key, text)
 
 
 def grouped_kernel_runs(case: Case) -> Problem | None:

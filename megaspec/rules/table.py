@@ -170,6 +170,7 @@ RULES: dict[str, Rule] = {
     "fp8-gpu": precision_rules.fp8_runs_on_the_gpu,
     "fp8-experts": precision_rules.fp8_of_experts_has_scales_of_rows,
     "fp8-dequantised": model_rules.experts_are_dequantised_where_it_is_chosen,
+    "fp8-products-dequantised": model_rules.fp8_is_dequantised_where_it_is_chosen,
     "fp8-layers": precision_rules.fp8_leaves_layers_to_itself,
     "fp8-format": precision_rules.fp8_format_is_one_of_the_recipe,
     "fp8-margin": precision_rules.fp8_margins_are_of_delayed_scales,

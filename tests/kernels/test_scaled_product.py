@@ -402,3 +402,26 @@ def test_wide_models_take_the_reference() -> None:
         == "takes precision.recipe=rowwise on sm90 alone, this GPU is sm100"
     )
     assert unmet("scaled_product", "torch", device="cuda", sm=80) == "needs sm89, this GPU is sm80"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "rowwise", "blockwise"),
+    [
+        ("2.11.0+cu126", "torch", "reference"),
+        ("2.11.0+cu128", "torch", "reference"),
+        ("2.11.0+cu129", "cublaslt", "cublaslt"),
+        ("2.11.0+cu130", "cublaslt", "cublaslt"),
+        # as the package index has it, of the CUDA that torch prefers
+        ("2.11.0", "cublaslt", "cublaslt"),
+        ("2.11.0+cpu", "cublaslt", "cublaslt"),
+        ("2.11.0+cu", "cublaslt", "cublaslt"),
+    ],
+)
+def test_an_older_cuda_has_no_scales_of_lines(torch_version, rowwise, blockwise) -> None:
+    packages = {"torch": torch_version}
+    for recipe, best in (("rowwise", rowwise), ("blockwise", blockwise), ("delayed", "cublaslt")):
+        use = Use(precision="bf16", fp8_recipe=recipe)
+        assert choose("scaled_product", device="cuda", sm=90, use=use, packages=packages) == best
+    use = Use(precision="bf16", fp8_recipe="rowwise")
+    lacks = unmet("scaled_product", "cublaslt", device="cuda", sm=90, use=use, packages={"torch": "2.11.0+cu126"})
+    assert lacks == "takes precision.recipe=rowwise from CUDA 12.9 on, torch is built for 12.6"
