@@ -497,14 +497,16 @@ if triton is not None:
         tl.store(column_ptr + 1, high, mask=has_columns)
 
     @triton.jit
-    def row_scale(pairs, scale_ptr, mask, exponent: tl.constexpr, interpreted: tl.constexpr):
-        """The scale of each row, as lines_kernel has it: found and written, or read."""
-        if exponent:
-            bits = scale_bits(largest_in_rows(pairs, interpreted), exponent)
-            tl.store(scale_ptr, bits, mask=mask)
-        else:
-            bits = tl.load(scale_ptr, mask=mask, other=127 << 23)
-        return bits.to(tl.float32, bitcast=True)
+    def row_scale(pairs, exponent: tl.constexpr, interpreted: tl.constexpr):
+        """The scale that each row makes, as bits."""
+        return scale_bits(largest_in_rows(pairs, interpreted), exponent)
+
+    @triton.jit
+    def one_behind_the_other(a_0, a_1, a_2, a_3, count: tl.constexpr):
+        """Of rows 4 i + j, a vector for each j -> one of `count` rows."""
+        # [i, j % 2, j // 2]
+        both = tl.join(tl.join(a_0, a_1), tl.join(a_2, a_3))
+        return tl.reshape(tl.permute(both, (0, 2, 1)), (count,))
 
     @triton.jit
     def without_infinity(pairs, interpreted: tl.constexpr):
@@ -548,8 +550,8 @@ if triton is not None:
         least_exponent: tl.constexpr,
         interpreted: tl.constexpr,
     ):
-        """The same by a scale for each row."""
-        inverse = inverse_of(scale)[:, None]
+        """The same by a scale for each row, as bits."""
+        inverse = inverse_of(scale.to(tl.float32, bitcast=True))[:, None]
         return cast_finite(pairs, inverse, inverse, largest, mantissa, least_exponent, interpreted)
 
     @triton.jit
@@ -603,19 +605,29 @@ if triton is not None:
         if exponent:
             row_scale_ptr += tile_k.to(tl.int64) * M
             column_scale_ptr += tile_m.to(tl.int64) * K
-        row_scale_ptr += tile_m * b_m + 4 * i
-        column_scale_ptr += tile_k * b_k + 2 * c
-        scale_0 = row_scale(pairs_0, row_scale_ptr, has_rows, exponent, interpreted)
-        scale_1 = row_scale(pairs_1, row_scale_ptr + 1, has_rows, exponent, interpreted)
-        scale_2 = row_scale(pairs_2, row_scale_ptr + 2, has_rows, exponent, interpreted)
-        scale_3 = row_scale(pairs_3, row_scale_ptr + 3, has_rows, exponent, interpreted)
+        row_scale_ptr += tile_m * b_m
+        column_scale_ptr += tile_k * b_k
         if exponent:
+            scale_0 = row_scale(pairs_0, exponent, interpreted)
+            scale_1 = row_scale(pairs_1, exponent, interpreted)
+            scale_2 = row_scale(pairs_2, exponent, interpreted)
+            scale_3 = row_scale(pairs_3, exponent, interpreted)
             low, high = largest_in_columns(pairs_0, pairs_1, pairs_2, pairs_3, interpreted)
             low = scale_bits(low, exponent)
             high = scale_bits(high, exponent)
-            tl.store(column_scale_ptr, low, mask=has_columns)
-            tl.store(column_scale_ptr + 1, high, mask=has_columns)
+            # each in one piece: a vector goes through shared memory, for which all wait, before it is stored
+            m = tl.arange(0, b_m)
+            k = tl.arange(0, b_k)
+            scales = one_behind_the_other(scale_0, scale_1, scale_2, scale_3, b_m)
+            tl.store(row_scale_ptr + m, scales, mask=tile_m * b_m + m < M)
+            tl.store(column_scale_ptr + k, tl.reshape(tl.join(low, high), (b_k,)), mask=tile_k * b_k + k < K)
         else:
+            row_scale_ptr += 4 * i
+            column_scale_ptr += 2 * c
+            scale_0 = tl.load(row_scale_ptr, mask=has_rows, other=127 << 23)
+            scale_1 = tl.load(row_scale_ptr + 1, mask=has_rows, other=127 << 23)
+            scale_2 = tl.load(row_scale_ptr + 2, mask=has_rows, other=127 << 23)
+            scale_3 = tl.load(row_scale_ptr + 3, mask=has_rows, other=127 << 23)
             low = tl.load(column_scale_ptr, mask=has_columns, other=127 << 23)
             high = tl.load(column_scale_ptr + 1, mask=has_columns, other=127 << 23)
 
