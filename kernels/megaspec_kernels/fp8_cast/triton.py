@@ -615,12 +615,8 @@ if triton is not None:
             low, high = largest_in_columns(pairs_0, pairs_1, pairs_2, pairs_3, interpreted)
             low = scale_bits(low, exponent)
             high = scale_bits(high, exponent)
-            # each in one piece: a vector goes through shared memory, for which all wait, before it is stored
-            m = tl.arange(0, b_m)
-            k = tl.arange(0, b_k)
-            scales = one_behind_the_other(scale_0, scale_1, scale_2, scale_3, b_m)
-            tl.store(row_scale_ptr + m, scales, mask=tile_m * b_m + m < M)
-            tl.store(column_scale_ptr + k, tl.reshape(tl.join(low, high), (b_k,)), mask=tile_k * b_k + k < K)
+            of_rows = one_behind_the_other(scale_0, scale_1, scale_2, scale_3, b_m)
+            of_columns = tl.reshape(tl.join(low, high), (b_k,))
         else:
             row_scale_ptr += 4 * i
             column_scale_ptr += 2 * c
@@ -647,6 +643,12 @@ if triton is not None:
         column_ptr += tile_k.to(tl.int64) * b_k * quarter_M + tile_m * (b_m // 4)
         to = c[None, :] * (2 * quarter_M) + i[:, None]
         store_two_columns(column_ptr, to, quarter_M, first, second, mask, is_even)
+        if exponent:
+            # last, and each in one piece: a vector goes through shared memory, for which all wait, before it is stored
+            m = tl.arange(0, b_m)
+            k = tl.arange(0, b_k)
+            tl.store(row_scale_ptr + m, of_rows, mask=tile_m * b_m + m < M)
+            tl.store(column_scale_ptr + k, of_columns, mask=tile_k * b_k + k < K)
 
 
 def amax(x_MK: Tensor, *, block: Block) -> Tensor:
