@@ -454,6 +454,14 @@ if triton is not None:
         return both << 16, both & 0x7FFF0000
 
     @triton.jit
+    def one_behind_the_other(a_0, a_1, a_2, a_3, count: tl.constexpr):
+        """Of rows 4 i + j, a vector for each j -> one of `count` rows. What is stored goes through shared memory first,
+        for which all threads wait: once for all four."""
+        # [i, j % 2, j // 2]
+        both = tl.join(tl.join(a_0, a_1), tl.join(a_2, a_3))
+        return tl.reshape(tl.permute(both, (0, 2, 1)), (count,))
+
+    @triton.jit
     def amax_of_lines_kernel(
         pairs_ptr,
         row_ptr,
@@ -486,25 +494,22 @@ if triton is not None:
         pairs_2 = load_pairs_with(pairs_ptr, at + 2 * half_K, mask, is_even, policy)
         pairs_3 = load_pairs_with(pairs_ptr, at + 3 * half_K, mask, is_even, policy)
 
-        row_ptr += tile_k.to(tl.int64) * M + tile_m * b_m + 4 * i
-        tl.store(row_ptr, largest_in_rows(pairs_0, interpreted), mask=has_rows)
-        tl.store(row_ptr + 1, largest_in_rows(pairs_1, interpreted), mask=has_rows)
-        tl.store(row_ptr + 2, largest_in_rows(pairs_2, interpreted), mask=has_rows)
-        tl.store(row_ptr + 3, largest_in_rows(pairs_3, interpreted), mask=has_rows)
+        largest_0 = largest_in_rows(pairs_0, interpreted)
+        largest_1 = largest_in_rows(pairs_1, interpreted)
+        largest_2 = largest_in_rows(pairs_2, interpreted)
+        largest_3 = largest_in_rows(pairs_3, interpreted)
         low, high = largest_in_columns(pairs_0, pairs_1, pairs_2, pairs_3, interpreted)
-        column_ptr += tile_m.to(tl.int64) * K + tile_k * b_k + 2 * c
-        tl.store(column_ptr, low, mask=has_columns)
-        tl.store(column_ptr + 1, high, mask=has_columns)
+        m = tile_m * b_m + tl.arange(0, b_m)
+        k = tile_k * b_k + tl.arange(0, b_k)
+        of_rows = one_behind_the_other(largest_0, largest_1, largest_2, largest_3, b_m)
+        tl.store(row_ptr + tile_k.to(tl.int64) * M + m, of_rows, mask=m < M)
+        of_columns = tl.reshape(tl.join(low, high), (b_k,))
+        tl.store(column_ptr + tile_m.to(tl.int64) * K + k, of_columns, mask=k < K)
 
     @triton.jit
-    def row_scale(pairs, scale_ptr, mask, exponent: tl.constexpr, interpreted: tl.constexpr):
-        """The scale of each row, as lines_kernel has it: found and written, or read."""
-        if exponent:
-            bits = scale_bits(largest_in_rows(pairs, interpreted), exponent)
-            tl.store(scale_ptr, bits, mask=mask)
-        else:
-            bits = tl.load(scale_ptr, mask=mask, other=127 << 23)
-        return bits.to(tl.float32, bitcast=True)
+    def row_scale(pairs, exponent: tl.constexpr, interpreted: tl.constexpr):
+        """The scale that each row makes, as bits."""
+        return scale_bits(largest_in_rows(pairs, interpreted), exponent)
 
     @triton.jit
     def without_infinity(pairs, interpreted: tl.constexpr):
@@ -548,8 +553,8 @@ if triton is not None:
         least_exponent: tl.constexpr,
         interpreted: tl.constexpr,
     ):
-        """The same by a scale for each row."""
-        inverse = inverse_of(scale)[:, None]
+        """The same by a scale for each row, as bits."""
+        inverse = inverse_of(scale.to(tl.float32, bitcast=True))[:, None]
         return cast_finite(pairs, inverse, inverse, largest, mantissa, least_exponent, interpreted)
 
     @triton.jit
@@ -603,19 +608,25 @@ if triton is not None:
         if exponent:
             row_scale_ptr += tile_k.to(tl.int64) * M
             column_scale_ptr += tile_m.to(tl.int64) * K
-        row_scale_ptr += tile_m * b_m + 4 * i
-        column_scale_ptr += tile_k * b_k + 2 * c
-        scale_0 = row_scale(pairs_0, row_scale_ptr, has_rows, exponent, interpreted)
-        scale_1 = row_scale(pairs_1, row_scale_ptr + 1, has_rows, exponent, interpreted)
-        scale_2 = row_scale(pairs_2, row_scale_ptr + 2, has_rows, exponent, interpreted)
-        scale_3 = row_scale(pairs_3, row_scale_ptr + 3, has_rows, exponent, interpreted)
+        row_scale_ptr += tile_m * b_m
+        column_scale_ptr += tile_k * b_k
         if exponent:
+            scale_0 = row_scale(pairs_0, exponent, interpreted)
+            scale_1 = row_scale(pairs_1, exponent, interpreted)
+            scale_2 = row_scale(pairs_2, exponent, interpreted)
+            scale_3 = row_scale(pairs_3, exponent, interpreted)
             low, high = largest_in_columns(pairs_0, pairs_1, pairs_2, pairs_3, interpreted)
             low = scale_bits(low, exponent)
             high = scale_bits(high, exponent)
-            tl.store(column_scale_ptr, low, mask=has_columns)
-            tl.store(column_scale_ptr + 1, high, mask=has_columns)
+            of_rows = one_behind_the_other(scale_0, scale_1, scale_2, scale_3, b_m)
+            of_columns = tl.reshape(tl.join(low, high), (b_k,))
         else:
+            row_scale_ptr += 4 * i
+            column_scale_ptr += 2 * c
+            scale_0 = tl.load(row_scale_ptr, mask=has_rows, other=127 << 23)
+            scale_1 = tl.load(row_scale_ptr + 1, mask=has_rows, other=127 << 23)
+            scale_2 = tl.load(row_scale_ptr + 2, mask=has_rows, other=127 << 23)
+            scale_3 = tl.load(row_scale_ptr + 3, mask=has_rows, other=127 << 23)
             low = tl.load(column_scale_ptr, mask=has_columns, other=127 << 23)
             high = tl.load(column_scale_ptr + 1, mask=has_columns, other=127 << 23)
 
@@ -635,6 +646,12 @@ if triton is not None:
         column_ptr += tile_k.to(tl.int64) * b_k * quarter_M + tile_m * (b_m // 4)
         to = c[None, :] * (2 * quarter_M) + i[:, None]
         store_two_columns(column_ptr, to, quarter_M, first, second, mask, is_even)
+        if exponent:
+            # last: nothing waits for them
+            m = tl.arange(0, b_m)
+            k = tl.arange(0, b_k)
+            tl.store(row_scale_ptr + m, of_rows, mask=tile_m * b_m + m < M)
+            tl.store(column_scale_ptr + k, of_columns, mask=tile_k * b_k + k < K)
 
 
 def amax(x_MK: Tensor, *, block: Block) -> Tensor:
