@@ -144,7 +144,11 @@ BUGS = {
         BLOCKWISE,
     ),
     "scales of the lines beside": (
-        Patch(LAYER, "cast.columns.scale.t().contiguous())", "cast.columns.scale.t().roll(1, 0).contiguous())"),
+        Patch(
+            LAYER,
+            "scale_in_columns(cast.columns.scale, BLOCKS",
+            "scale_in_columns(cast.columns.scale.roll(1, 1), BLOCKS",
+        ),
         BLOCKWISE,
     ),
     "columns of blocks as they lie in rows": (
