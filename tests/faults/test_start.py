@@ -131,7 +131,8 @@ def test_while_a_rank_of_torchrun_waits_for_the_first(tmp_path):
     job = python("-m", "megaspec.cli", "train", "recipe=hello", CUDA_VISIBLE_DEVICES="", **place, **where)
     os.set_blocking(job.stderr.fileno(), False)
     said, end = "", time.monotonic() + 60
-    wait_for_signal_mask(job, "SigCgt", signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        wait_for_signal_mask(job, "SigCgt", number)
     while "in _wait\n" not in said:
         assert job.poll() is None, said
         assert time.monotonic() < end, said
