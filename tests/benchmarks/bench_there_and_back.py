@@ -210,7 +210,8 @@ def peer(args: argparse.Namespace) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if "RANK" not in os.environ:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519"}
+        # port 0: the system chooses a free one
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         os.environ.update(alone)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
