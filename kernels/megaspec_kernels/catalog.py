@@ -334,8 +334,8 @@ def cuda_of_torch(packages: Container[str]) -> tuple[int, int] | None:
     return int(digits[:-1]), int(digits[-1])
 
 
-def has_no_lines(packages: Container[str]) -> str | None:
-    """Why no product of fp8 takes scales of lines or of blocks, in words; None: nothing says that."""
+def why_no_lines(packages: Container[str]) -> str | None:
+    """Why cuBLAS takes no scales of lines or of blocks, as the end of a sentence; None: nothing says that."""
     cuda = cuda_of_torch(packages)
     if cuda is None or cuda >= CUDA_WITH_LINES:
         return None
@@ -363,17 +363,29 @@ def unmet(
         return "keeps states in 32 bits"
     if use.precision is not None and need.precisions and use.precision not in need.precisions:
         return f"needs {one_of(need.precisions)}, the model is in {use.precision}"
-    if use.fp8_recipe is not None and need.fp8_recipes and use.fp8_recipe not in need.fp8_recipes:
-        return f"needs precision.recipe={one_of(need.fp8_recipes)}, it is {use.fp8_recipe}"
-    if use.fp8_recipe in need.hopper_recipes and device == "cuda" and sm // 10 != 9:
-        return f"takes precision.recipe={use.fp8_recipe} on sm90 alone, this GPU is sm{sm}"
-    if use.fp8_recipe in need.hopper_recipes and device == "cuda":
-        too_old = has_no_lines(packages)
-        if too_old is not None:
-            return f"takes precision.recipe={use.fp8_recipe} {too_old}"
+    lacks = _unmet_by_scales(need, use, device=device, sm=sm, packages=packages)
+    if lacks is not None:
+        return lacks
     odd = next((width for width in use.widths if width % need.step), None)
     if odd is not None:
         return f"needs matrices whose widths are multiples of {need.step}, one is {odd} wide"
+    return None
+
+
+def _unmet_by_scales(need: Requirement, use: Use, *, device: str, sm: int, packages: Container[str]) -> str | None:
+    """Of precision.recipe."""
+    recipe = use.fp8_recipe
+    if recipe is None:
+        return None
+    if need.fp8_recipes and recipe not in need.fp8_recipes:
+        return f"needs precision.recipe={one_of(need.fp8_recipes)}, it is {recipe}"
+    if recipe not in need.hopper_recipes or device != "cuda":
+        return None
+    if sm // 10 != 9:
+        return f"takes precision.recipe={recipe} on sm90 alone, this GPU is sm{sm}"
+    too_old = why_no_lines(packages)
+    if too_old is not None:
+        return f"takes precision.recipe={recipe} {too_old}"
     return None
 
 

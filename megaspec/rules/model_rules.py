@@ -10,7 +10,7 @@ from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import attention_use_of
 from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
 from megaspec.rules.ways import Way, way_out
-from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, choose, has_no_lines, unmet
+from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, choose, unmet, why_no_lines
 
 # From here on tensor cores take fp8 matrices as they are, and Transformer Engine makes no columns of whole tensors.
 _BLACKWELL = 100
@@ -176,7 +176,7 @@ def fp8_is_dequantised_where_it_is_chosen(case: Case) -> Problem | None:
     if is_chosen or case.kernel_use.fp8_recipe is None or kernels.linear == "te" or case.target.device != "cuda":
         return None
     recipe = case.recipe.precision.recipe
-    too_old = has_no_lines(case.target.versions)
+    too_old = why_no_lines(case.target.versions)
     # of GPUs that have none another rule speaks
     if too_old is None:
         return None

@@ -94,6 +94,15 @@ if triton is not None:
         return pairs
 
     @triton.jit
+    def load_four_rows(pairs_ptr, at, step, mask, is_even: tl.constexpr, policy: tl.constexpr):
+        """Of rows that lie `step` apart; see load_pairs_with."""
+        pairs_0 = load_pairs_with(pairs_ptr, at, mask, is_even, policy)
+        pairs_1 = load_pairs_with(pairs_ptr, at + step, mask, is_even, policy)
+        pairs_2 = load_pairs_with(pairs_ptr, at + 2 * step, mask, is_even, policy)
+        pairs_3 = load_pairs_with(pairs_ptr, at + 3 * step, mask, is_even, policy)
+        return pairs_0, pairs_1, pairs_2, pairs_3
+
+    @triton.jit
     def store_masked(ptr, at, what, mask, is_even: tl.constexpr):
         if is_even:
             tl.store(ptr + at, what)

@@ -49,13 +49,12 @@ try:
         columns_of_rows,
         fp8_bytes,
         inverse_of,
+        load_four_rows,
         load_pairs,
-        load_pairs_with,
         see,
         see_above,
         split,
         store_four_rows,
-        store_masked,
         store_two_columns,
         tile_of_program,
         two_in_fp8,
@@ -309,10 +308,7 @@ if triton is not None:
         pairs_ptr += begin
         row_ptr += begin
         # all before anything is stored: the compiler can't know that stores change nothing of what is loaded
-        pairs_0 = load_pairs_with(pairs_ptr, at, mask, is_even, policy)
-        pairs_1 = load_pairs_with(pairs_ptr, at + half_K, mask, is_even, policy)
-        pairs_2 = load_pairs_with(pairs_ptr, at + 2 * half_K, mask, is_even, policy)
-        pairs_3 = load_pairs_with(pairs_ptr, at + 3 * half_K, mask, is_even, policy)
+        pairs_0, pairs_1, pairs_2, pairs_3 = load_four_rows(pairs_ptr, at, half_K, mask, is_even, policy)
 
         if sees or counts:
             # here, so that no pair has to be kept
@@ -403,15 +399,11 @@ if triton is not None:
         mask = (tile_m * (b_m // 4) + i < quarter_M)[:, None] & (tile_k * (b_k // 2) + c < half_K)[None, :]
         at = i[:, None] * (4 * half_K) + c[None, :]
         pairs_ptr += tile_m.to(tl.int64) * b_m * half_K + tile_k * (b_k // 2)
-        q_0 = load_pairs(pairs_ptr, at, mask, is_even)
-        q_1 = load_pairs(pairs_ptr, at + half_K, mask, is_even)
-        q_2 = load_pairs(pairs_ptr, at + 2 * half_K, mask, is_even)
-        q_3 = load_pairs(pairs_ptr, at + 3 * half_K, mask, is_even)
+        q_0, q_1, q_2, q_3 = load_four_rows(pairs_ptr, at, half_K, mask, is_even, "")
         first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
         column_ptr += tile_k.to(tl.int64) * b_k * quarter_M + tile_m * (b_m // 4)
         to = c[None, :] * (2 * quarter_M) + i[:, None]
-        store_masked(column_ptr, to, first, mask, is_even)
-        store_masked(column_ptr, to + quarter_M, second, mask, is_even)
+        store_two_columns(column_ptr, to, quarter_M, first, second, mask, is_even)
 
     @triton.jit
     def larger_pairs(a, b):
@@ -489,10 +481,7 @@ if triton is not None:
         mask = has_rows[:, None] & has_columns[None, :]
         at = i[:, None] * (4 * half_K) + c[None, :]
         pairs_ptr += tile_m.to(tl.int64) * b_m * half_K + tile_k * (b_k // 2)
-        pairs_0 = load_pairs_with(pairs_ptr, at, mask, is_even, policy)
-        pairs_1 = load_pairs_with(pairs_ptr, at + half_K, mask, is_even, policy)
-        pairs_2 = load_pairs_with(pairs_ptr, at + 2 * half_K, mask, is_even, policy)
-        pairs_3 = load_pairs_with(pairs_ptr, at + 3 * half_K, mask, is_even, policy)
+        pairs_0, pairs_1, pairs_2, pairs_3 = load_four_rows(pairs_ptr, at, half_K, mask, is_even, policy)
 
         largest_0 = largest_in_rows(pairs_0, interpreted)
         largest_1 = largest_in_rows(pairs_1, interpreted)
@@ -505,11 +494,6 @@ if triton is not None:
         tl.store(row_ptr + tile_k.to(tl.int64) * M + m, of_rows, mask=m < M)
         of_columns = tl.reshape(tl.join(low, high), (b_k,))
         tl.store(column_ptr + tile_m.to(tl.int64) * K + k, of_columns, mask=k < K)
-
-    @triton.jit
-    def row_scale(pairs, exponent: tl.constexpr, interpreted: tl.constexpr):
-        """The scale that each row makes, as bits."""
-        return scale_bits(largest_in_rows(pairs, interpreted), exponent)
 
     @triton.jit
     def without_infinity(pairs, interpreted: tl.constexpr):
@@ -553,7 +537,7 @@ if triton is not None:
         least_exponent: tl.constexpr,
         interpreted: tl.constexpr,
     ):
-        """The same by a scale for each row, as bits."""
+        """The same by a scale for each row. `scale`: its bits."""
         inverse = inverse_of(scale.to(tl.float32, bitcast=True))[:, None]
         return cast_finite(pairs, inverse, inverse, largest, mantissa, least_exponent, interpreted)
 
@@ -595,26 +579,22 @@ if triton is not None:
         pairs_ptr += begin
         row_ptr += begin
         # all before anything is stored, as in pairs_kernel
-        pairs_0 = load_pairs_with(pairs_ptr, at, mask, is_even, policy)
-        pairs_1 = load_pairs_with(pairs_ptr, at + half_K, mask, is_even, policy)
-        pairs_2 = load_pairs_with(pairs_ptr, at + 2 * half_K, mask, is_even, policy)
-        pairs_3 = load_pairs_with(pairs_ptr, at + 3 * half_K, mask, is_even, policy)
+        pairs_0, pairs_1, pairs_2, pairs_3 = load_four_rows(pairs_ptr, at, half_K, mask, is_even, policy)
 
         pairs_0 = without_infinity(pairs_0, interpreted)
         pairs_1 = without_infinity(pairs_1, interpreted)
         pairs_2 = without_infinity(pairs_2, interpreted)
         pairs_3 = without_infinity(pairs_3, interpreted)
 
-        if exponent:
-            row_scale_ptr += tile_k.to(tl.int64) * M
-            column_scale_ptr += tile_m.to(tl.int64) * K
         row_scale_ptr += tile_m * b_m
         column_scale_ptr += tile_k * b_k
         if exponent:
-            scale_0 = row_scale(pairs_0, exponent, interpreted)
-            scale_1 = row_scale(pairs_1, exponent, interpreted)
-            scale_2 = row_scale(pairs_2, exponent, interpreted)
-            scale_3 = row_scale(pairs_3, exponent, interpreted)
+            row_scale_ptr += tile_k.to(tl.int64) * M
+            column_scale_ptr += tile_m.to(tl.int64) * K
+            scale_0 = scale_bits(largest_in_rows(pairs_0, interpreted), exponent)
+            scale_1 = scale_bits(largest_in_rows(pairs_1, interpreted), exponent)
+            scale_2 = scale_bits(largest_in_rows(pairs_2, interpreted), exponent)
+            scale_3 = scale_bits(largest_in_rows(pairs_3, interpreted), exponent)
             low, high = largest_in_columns(pairs_0, pairs_1, pairs_2, pairs_3, interpreted)
             low = scale_bits(low, exponent)
             high = scale_bits(high, exponent)

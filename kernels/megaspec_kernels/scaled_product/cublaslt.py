@@ -32,14 +32,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspec.core.errors import RecipeError
+from megaspec_kernels.catalog import CATALOG, CUDA_WITH_LINES
 from megaspec_kernels.fp8_cast.formats import ROW, SHORT_LINE, SHORT_ROW, Block, scale_shape
 from megaspec_kernels.scaled_product.scales import as_read, has_short_lines
 
 # What the sides of a product are multiples of.
 UNIT = 16
-# Recipes whose scales are of parts of a factor, and the first cuBLASLt that has such scales: 12.9.0, as it encodes it.
-RECIPES_OF_LINES = ("rowwise", "blockwise")
-FIRST_WITH_LINES = 120900
+# The cuBLASLt of that CUDA, as it encodes its version.
+_FIRST_WITH_LINES = 10_000 * CUDA_WITH_LINES[0] + 100 * CUDA_WITH_LINES[1]
 # What NVIDIA asks for on Hopper.
 WORKSPACE_BYTES = 32 << 20
 # Algorithms that cuBLASLt is asked for, best first by its own estimate. The first one is taken.
@@ -116,15 +116,16 @@ _SIGNATURES = {
 
 def must_have(recipe: str) -> None:
     """RecipeError: there is no cuBLASLt, or none that takes the scales of precision.recipe."""
+    implementations = CATALOG["scaled_product"].implementations
     version = library().cublasLtGetVersion()
-    if recipe not in RECIPES_OF_LINES or version >= FIRST_WITH_LINES:
+    if recipe not in implementations["cublaslt"].hopper_recipes or version >= _FIRST_WITH_LINES:
         return
     way = "set kernels.scaled_product=torch"
-    if recipe == "blockwise":
-        # torch's product of blocks is that of the same library
+    if recipe in implementations["torch"].hopper_recipes:
+        # that is a product of the same library
         way = "install a torch for CUDA 12.9 or newer, or set precision.recipe=tensorwise"
     raise RecipeError(
-        f"kernels.scaled_product=cublaslt needs cuBLASLt {_dotted(FIRST_WITH_LINES)} for precision.recipe={recipe},"
+        f"kernels.scaled_product=cublaslt needs cuBLASLt {_dotted(_FIRST_WITH_LINES)} for precision.recipe={recipe},"
         f" torch {torch.__version__} has {_dotted(version)}; {way}"
     )
 
