@@ -20,7 +20,7 @@ from megaspec_kernels.fp8_cast.formats import (
     scale_shape,
     spread,
 )
-from megaspec_kernels.fp8_cast.tiles import TILES, TILES_OF_LINES, TILES_OF_SHORT_LINES
+from megaspec_kernels.fp8_cast.tiles import TILES, TILES_OF_LARGEST, TILES_OF_LINES, TILES_OF_SHORT_LINES
 from megaspec_kernels.gate import filled_with_nan
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
 from tests.kernels.fp8 import power_of_two_scale, quantised
@@ -374,12 +374,28 @@ def test_every_tile_of_triton_makes_the_same_lines(device) -> None:
             with filled_with_nan():
                 found = triton.quantise_short_lines(x.to(device), dtype=E4M3, tile=tile)
             _check_same(found, asked, what)
-        for what, tile in TILES_OF_LINES.items():
+        for what, tile in TILES_OF_LARGEST.items():
             with filled_with_nan():
                 found_scales = triton.scales_of_lines(x.to(device), dtype=E4M3, tile=tile)
-                lines = triton.cast_lines(x.to(device), *there, dtype=E4M3, tile=tile)
             _check_same(found_scales, scales, what)
+        for what, tile in TILES_OF_LINES.items():
+            with filled_with_nan():
+                lines = triton.cast_lines(x.to(device), *there, dtype=E4M3, tile=tile)
             _check_same(lines, plain.cast_lines(x, *scales, dtype=E4M3), what)
+
+
+def test_scales_of_lines_of_more_tiles_than_a_program_takes_at_once(monkeypatch, device) -> None:
+    kernel = kernel_on("triton", device)
+    monkeypatch.setattr(triton, "PARTS_OF_LINES", 2)
+    x = torch.full((16, 5 * 128 + 16), 2.0**-9, dtype=torch.bfloat16)
+    # in the first tile of a row, in the third one and in the last one
+    x[0, 0] = 3.0
+    x[1, 300] = -5.0
+    x[2, -1] = 700.0
+    asked = KERNELS["reference"].scales_of_lines(x, dtype=E4M3)
+    with filled_with_nan():
+        found = kernel.scales_of_lines(x.to(device), dtype=E4M3)
+    _check_same(found, asked, "wide")
 
 
 @pytest.mark.parametrize("name", list(KERNELS))

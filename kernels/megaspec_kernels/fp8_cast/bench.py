@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megaspec_kernels.bench import Bench, Held, Work, copy_of, on_device, random, training_dtype
 from megaspec_kernels.fp8_cast.formats import SHORT_COLUMN, SHORT_ROW, Block, Known, scale_of, spread
-from megaspec_kernels.fp8_cast.tiles import TILES, TILES_OF_LINES, TILES_OF_SHORT_LINES
+from megaspec_kernels.fp8_cast.tiles import TILES, TILES_OF_LARGEST, TILES_OF_LINES, TILES_OF_SHORT_LINES, Tile
 from megaspec_kernels.gate import Results
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
 
@@ -117,25 +117,27 @@ def _lines(kernel: Fp8CastKernel, device: torch.device, name: str) -> Iterator[W
         scales = kernel.scales_of_lines(x_MK, dtype=E4M3)
         read = x_MK.itemsize * M * K
         written = 2 * M * K
-        # of some shapes all tiles, of which the first one is what a run takes
-        forms: dict[str, dict[str, object]] = {"": {}}
-        if name == "triton" and (M, K) in compared:
-            for tile, form in TILES_OF_LINES.items():
-                forms[f", tile {tile}"] = {"tile": form}
-        short = {f", tile {tile}" for tile in TILES_OF_SHORT_LINES}
-        for what, form in forms.items():
-            where = f"{M} x {K}{what}"
+        has_tiles = name == "triton" and (M, K) in compared
+        for what, form in _forms(TILES_OF_LARGEST if has_tiles else {}):
             find = _alone(partial(kernel.scales_of_lines, x_MK, dtype=E4M3, **form), device)
-            yield Work(f"scales of all rows and columns, {where}", find, read, "bytes", copy_of(read, device))
-            amount = read + written
+            title = f"scales of all rows and columns, {M} x {K}{what}"
+            yield Work(title, find, read, "bytes", copy_of(read, device))
+        amount = read + written
+        for what, form in _forms(TILES_OF_LINES if has_tiles else {}):
             cast = _alone(partial(kernel.cast_lines, x_MK, *scales, dtype=E4M3, **form), device)
-            title = f"cast by scales of rows and of columns, both layouts, {where}"
+            title = f"cast by scales of rows and of columns, both layouts, {M} x {K}{what}"
             yield Work(title, cast, amount, "bytes", copy_of(amount, device))
-            if what and what not in short:
-                continue
+        for what, form in _forms(TILES_OF_SHORT_LINES if has_tiles else {}):
             both = _alone(partial(kernel.quantise_short_lines, x_MK, dtype=E4M3, **form), device)
-            title = f"scales of 1x128 and 128x1, cast, both layouts, {where}"
+            title = f"scales of 1x128 and 128x1, cast, both layouts, {M} x {K}{what}"
             yield Work(title, both, amount, "bytes", copy_of(amount, device))
+
+
+def _forms(tiles: dict[str, Tile]) -> Iterator[tuple[str, dict[str, Tile]]]:
+    """What a run takes, then each of the tiles: how titles tell it, and what the call is given."""
+    yield "", {}
+    for what, tile in tiles.items():
+        yield f", tile {what}", {"tile": tile}
 
 
 def known_one(dtype: torch.dtype, device: torch.device) -> Known:

@@ -117,23 +117,27 @@ if triton is not None:
         return low, high
 
     @triton.jit
-    def columns_of_rows(q_0, q_1, q_2, q_3, interpreted: tl.constexpr):
-        """int16 of two columns in each of four rows -> int32 of four rows of the first column, and of the second."""
-        a = q_0.to(tl.int32)
-        b = q_1.to(tl.int32)
-        c = q_2.to(tl.int32)
-        d = q_3.to(tl.int32)
+    def two_rows(upper, lower, interpreted: tl.constexpr):
+        """int16 of each of two rows -> int32, the upper row's half first."""
+        a = upper.to(tl.int32)
+        b = lower.to(tl.int32)
         if interpreted:
-            first = (a & 0xFF) | (b & 0xFF) << 8 | (c & 0xFF) << 16 | (d & 0xFF) << 24
-            second = (a >> 8 & 0xFF) | (b & 0xFF00) | (c & 0xFF00) << 8 | (d & 0xFF00) << 16
+            both = (a & 0xFFFF) | b << 16
         else:
-            # bytes 0 to 3 are those of the first operand, 4 to 7 those of the second
-            ab = tl.inline_asm_elementwise(
+            both = tl.inline_asm_elementwise(
                 "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
             )
-            cd = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [c, d], dtype=tl.int32, is_pure=True, pack=1
-            )
+        return both
+
+    @triton.jit
+    def columns_of_two_rows(ab, cd, interpreted: tl.constexpr):
+        """What two_rows makes of rows a and b, and of c and d -> int32 of four rows of the first column, and of the
+        second."""
+        if interpreted:
+            first = (ab & 0xFF) | (ab >> 8 & 0xFF00) | (cd & 0xFF) << 16 | (cd >> 16 & 0xFF) << 24
+            second = (ab >> 8 & 0xFF) | (ab >> 16 & 0xFF00) | (cd >> 8 & 0xFF) << 16 | (cd >> 24 & 0xFF) << 24
+        else:
+            # bytes 0 to 3 are those of the first operand, 4 to 7 those of the second
             first = tl.inline_asm_elementwise(
                 "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [ab, cd], dtype=tl.int32, is_pure=True, pack=1
             )
@@ -141,6 +145,13 @@ if triton is not None:
                 "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [ab, cd], dtype=tl.int32, is_pure=True, pack=1
             )
         return first, second
+
+    @triton.jit
+    def columns_of_rows(q_0, q_1, q_2, q_3, interpreted: tl.constexpr):
+        """int16 of two columns in each of four rows -> int32 of four rows of the first column, and of the second."""
+        ab = two_rows(q_0, q_1, interpreted)
+        cd = two_rows(q_2, q_3, interpreted)
+        return columns_of_two_rows(ab, cd, interpreted)
 
     @triton.jit
     def two_rounded(
@@ -164,6 +175,54 @@ if triton is not None:
         else:
             both = tl.inline_asm_elementwise(
                 "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+            )
+        return both
+
+    @triton.jit
+    def two_rows_rounded(
+        low_0,
+        high_0,
+        low_1,
+        high_1,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+    ):
+        """The same of two rows -> int32, as two_rows makes it, for a store of columns alone. A conversion writes half a
+        register. What is stored in rows too is put together by two_rows: ptxas 12.8 ends with a segmentation fault
+        where a half goes both ways."""
+        if interpreted:
+            q_0 = two_rounded(low_0, high_0, largest, mantissa, least_exponent, interpreted)
+            q_1 = two_rounded(low_1, high_1, largest, mantissa, least_exponent, interpreted)
+            both = two_rows(q_0, q_1, interpreted)
+        elif mantissa == 3:
+            both = tl.inline_asm_elementwise(
+                """{
+                .reg .b16 upper, lower;
+                cvt.rn.satfinite.e4m3x2.f32 upper, $2, $1;
+                cvt.rn.satfinite.e4m3x2.f32 lower, $4, $3;
+                mov.b32 $0, {upper, lower};
+                }""",
+                "=r,f,f,f,f",
+                [low_0, high_0, low_1, high_1],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            both = tl.inline_asm_elementwise(
+                """{
+                .reg .b16 upper, lower;
+                cvt.rn.satfinite.e5m2x2.f32 upper, $2, $1;
+                cvt.rn.satfinite.e5m2x2.f32 lower, $4, $3;
+                mov.b32 $0, {upper, lower};
+                }""",
+                "=r,f,f,f,f",
+                [low_0, high_0, low_1, high_1],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
             )
         return both
 

@@ -31,19 +31,28 @@ TILES = {
 }
 BEST = TILES["128x128"]
 
-# Of kernels that see short lines in both directions, see note "Lines" in triton.py.
+# Of the kernel that finds the largest elements of whole lines. All reach the same but of matrices that caches hold, of
+# which the first one reads most (H200).
+TILES_OF_LARGEST = {
+    "128x128": Tile(128, 128, 4, 48, 8),
+    "128x128, 8 warps": Tile(128, 128, 8, 48, 8),
+    "64x128": Tile(64, 128, 4, 80, 8),
+}
+BEST_OF_LARGEST = TILES_OF_LARGEST["128x128"]
+
+# Of the kernel that casts by scales of whole lines.
+TILES_OF_LINES = {
+    "64x128": Tile(64, 128, 4, 96, 8),
+    "64x128, 8 warps": Tile(64, 128, 8, 48, 8),
+    "64x64": Tile(64, 64, 4, 64, 8),
+    "128x128": Tile(128, 128, 8, 80, 8),
+}
+BEST_OF_LINES = TILES_OF_LINES["64x128"]
+
+# Of the one that finds scales of short lines in both directions too. None of these spills (Triton 3.6, sm90).
 TILES_OF_SHORT_LINES = {
     "8 warps": Tile(128, 128, 8, 80, 8),
-    "8 warps, read once": Tile(128, 128, 8, 80, 8, "evict_first"),
     "4 warps": Tile(128, 128, 4, 168, 8),
     "16 warps": Tile(128, 128, 16, 48, 8),
-    # spills 22 registers where it finds scales and 10 where it loads them; the others none, of whole tiles (Triton 3.7,
-    # sm90)
-    "8 warps, 4 programs": Tile(128, 128, 8, 64, 8),
 }
-BEST_OF_LINES = TILES_OF_SHORT_LINES["8 warps"]
-# Of those that see whole lines: any.
-TILES_OF_LINES = TILES_OF_SHORT_LINES | {
-    "64x128, 4 warps": Tile(64, 128, 4, 80, 8),
-    "128x64, 4 warps": Tile(128, 64, 4, 80, 8),
-}
+BEST_OF_SHORT_LINES = TILES_OF_SHORT_LINES["8 warps"]

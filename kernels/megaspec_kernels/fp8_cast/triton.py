@@ -37,7 +37,7 @@ from megaspec_kernels.fp8_cast.formats import (
     sizes_of,
 )
 from megaspec_kernels.fp8_cast.tile import format_constants
-from megaspec_kernels.fp8_cast.tiles import BEST, BEST_OF_LINES, Tile
+from megaspec_kernels.fp8_cast.tiles import BEST, BEST_OF_LARGEST, BEST_OF_LINES, BEST_OF_SHORT_LINES, Tile
 from megaspec_kernels.grid import next_power_of_2
 
 try:
@@ -47,6 +47,7 @@ try:
     from megaspec_kernels.fp8_cast.tile import (
         INTERPRETED,
         columns_of_rows,
+        columns_of_two_rows,
         fp8_bytes,
         inverse_of,
         load_four_rows,
@@ -59,6 +60,7 @@ try:
         tile_of_program,
         two_in_fp8,
         two_rounded,
+        two_rows_rounded,
     )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
@@ -72,6 +74,10 @@ SMALL_TILE = 64
 PAIRS = 8192
 # Partial results that a program of finish_kernel takes in at a time.
 PARTS = 4096
+# Lines of a program of finish_lines_kernel, and how many parts of each it takes in at most at a time: all of a layer's
+# at once, since it is as long as its loads that wait for each other.
+LINES = 32
+PARTS_OF_LINES = 256
 
 
 if triton is not None:
@@ -109,12 +115,12 @@ if triton is not None:
     def scale_bits(largest, exponent: tl.constexpr):
         """The bits of scales from those of the largest elements. `exponent`: of 2 in the format's largest number /
         0.875, see formats.py."""
-        # 1.fraction · 2^e fits below 1.75 · 2^n; numbers that are subnormal have scales at the limit anyhow
-        e = (largest >> 23) - 126 - exponent + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
-        e = tl.minimum(tl.maximum(e, -126), 126)
+        # 1.fraction · 2^e fits below 1.75 · 2^n: a fraction above 0.75 carries into the exponent. No scale reaches the
+        # upper limit; at the lower one numbers are subnormal.
+        bits = ((largest + 0x1FFFFF) & 0x7F800000) - ((exponent - 1) << 23)
+        bits = tl.maximum(bits, 1 << 23)
         # nothing to scale, or nothing that a scale could save
-        e = tl.where((largest > 0) & (largest < 0x7F800000), e, 0)
-        return (e + 127) << 23
+        return tl.where((largest > 0) & (largest < 0x7F800000), bits, 127 << 23)
 
     @triton.jit
     def finish_kernel(
@@ -140,6 +146,45 @@ if triton is not None:
         if exponent:
             result = scale_bits(largest, exponent)
         tl.store(out_ptr + o, result, mask=o < outputs)
+
+    @triton.jit
+    def finish_lines_kernel(
+        rows_ptr,
+        columns_ptr,
+        row_out_ptr,
+        column_out_ptr,
+        M,
+        K,
+        row_parts,
+        column_parts,
+        exponent: tl.constexpr,
+        b_out: tl.constexpr,
+        b_part: tl.constexpr,
+    ):
+        """The same of parts [parts, lines] of all rows and then of all columns, in one launch."""
+        row_programs = tl.cdiv(M, b_out)
+        first_line = tl.program_id(0) * b_out
+        bits_ptr = rows_ptr
+        out_ptr = row_out_ptr
+        lines = M
+        parts = row_parts
+        if tl.program_id(0) >= row_programs:
+            first_line -= row_programs * b_out
+            bits_ptr = columns_ptr
+            out_ptr = column_out_ptr
+            lines = K
+            parts = column_parts
+        o = first_line + tl.arange(0, b_out)
+        p = tl.arange(0, b_part)
+        largest = tl.zeros((b_out,), dtype=tl.int32)
+        for first in range(0, parts, b_part):
+            mask = (first + p < parts)[:, None] & (o < lines)[None, :]
+            at = (first + p).to(tl.int64)[:, None] * lines + o[None, :]
+            largest = tl.maximum(largest, tl.max(tl.load(bits_ptr + at, mask=mask, other=0), axis=0))
+        result = largest
+        if exponent:
+            result = scale_bits(largest, exponent)
+        tl.store(out_ptr + o, result, mask=o < lines)
 
     @triton.jit
     def cast_kernel(
@@ -515,20 +560,6 @@ if triton is not None:
         return finite
 
     @triton.jit
-    def cast_finite(
-        pairs,
-        low_inverse,
-        high_inverse,
-        largest: tl.constexpr,
-        mantissa: tl.constexpr,
-        least_exponent: tl.constexpr,
-        interpreted: tl.constexpr,
-    ):
-        """What cast_pairs does, of pairs without infinity."""
-        low, high = split(pairs)
-        return two_rounded(low * low_inverse, high * high_inverse, largest, mantissa, least_exponent, interpreted)
-
-    @triton.jit
     def cast_row(
         pairs,
         scale,
@@ -537,9 +568,35 @@ if triton is not None:
         least_exponent: tl.constexpr,
         interpreted: tl.constexpr,
     ):
-        """The same by a scale for each row. `scale`: its bits."""
+        """What cast_pairs does, of pairs without infinity, by a scale for each row. `scale`: its bits."""
         inverse = inverse_of(scale.to(tl.float32, bitcast=True))[:, None]
-        return cast_finite(pairs, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        low, high = split(pairs)
+        return two_rounded(low * inverse, high * inverse, largest, mantissa, least_exponent, interpreted)
+
+    @triton.jit
+    def cast_two_rows(
+        pairs_0,
+        pairs_1,
+        low_inverse,
+        high_inverse,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+    ):
+        """The same of two rows by scales of columns, put together as two_rows does it."""
+        low_0, high_0 = split(pairs_0)
+        low_1, high_1 = split(pairs_1)
+        return two_rows_rounded(
+            low_0 * low_inverse,
+            high_0 * high_inverse,
+            low_1 * low_inverse,
+            high_1 * high_inverse,
+            largest,
+            mantissa,
+            least_exponent,
+            interpreted,
+        )
 
     @triton.jit
     def lines_kernel(
@@ -618,11 +675,9 @@ if triton is not None:
 
         low = inverse_of(low.to(tl.float32, bitcast=True))[None, :]
         high = inverse_of(high.to(tl.float32, bitcast=True))[None, :]
-        q_0 = cast_finite(pairs_0, low, high, largest, mantissa, least_exponent, interpreted)
-        q_1 = cast_finite(pairs_1, low, high, largest, mantissa, least_exponent, interpreted)
-        q_2 = cast_finite(pairs_2, low, high, largest, mantissa, least_exponent, interpreted)
-        q_3 = cast_finite(pairs_3, low, high, largest, mantissa, least_exponent, interpreted)
-        first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        q_01 = cast_two_rows(pairs_0, pairs_1, low, high, largest, mantissa, least_exponent, interpreted)
+        q_23 = cast_two_rows(pairs_2, pairs_3, low, high, largest, mantissa, least_exponent, interpreted)
+        first, second = columns_of_two_rows(q_01, q_23, interpreted)
         column_ptr += tile_k.to(tl.int64) * b_k * quarter_M + tile_m * (b_m // 4)
         to = c[None, :] * (2 * quarter_M) + i[:, None]
         store_two_columns(column_ptr, to, quarter_M, first, second, mask, is_even)
@@ -805,7 +860,7 @@ def _is_in_pairs(x_MK: Tensor) -> bool:
     return x_MK.dtype == torch.bfloat16 and M % 16 == 0 and K % 16 == 0 and x_MK.data_ptr() % 16 == 0
 
 
-def amax_of_lines(x_MK: Tensor, *, tile: Tile = BEST_OF_LINES) -> tuple[Tensor, Tensor]:
+def amax_of_lines(x_MK: Tensor, *, tile: Tile = BEST_OF_LARGEST) -> tuple[Tensor, Tensor]:
     """See reference.py."""
     x_MK = x_MK.contiguous()
     if not _is_in_pairs(x_MK):
@@ -813,7 +868,7 @@ def amax_of_lines(x_MK: Tensor, *, tile: Tile = BEST_OF_LINES) -> tuple[Tensor, 
     return _largest_of_lines(x_MK, exponent=0, tile=tile)
 
 
-def scales_of_lines(x_MK: Tensor, *, dtype: torch.dtype, tile: Tile = BEST_OF_LINES) -> tuple[Tensor, Tensor]:
+def scales_of_lines(x_MK: Tensor, *, dtype: torch.dtype, tile: Tile = BEST_OF_LARGEST) -> tuple[Tensor, Tensor]:
     """See reference.py."""
     x_MK = x_MK.contiguous()
     if not _is_in_pairs(x_MK):
@@ -832,9 +887,13 @@ def _largest_of_lines(x_MK: Tensor, *, exponent: int, tile: Tile) -> tuple[Tenso
     amax_of_lines_kernel[(tiles_m * tiles_k,)](
         x_MK.view(torch.int32), of_rows, of_columns, M, K, K // 2, M // 4, **_form_of_lines(M, K, tile)
     )
-    finished_rows = _finish(of_rows, (M, 1), strides=(1, M), parts=tiles_k, exponent=exponent)
-    finished_columns = _finish(of_columns, (1, K), strides=(1, K), parts=tiles_m, exponent=exponent)
-    return finished_rows, finished_columns
+    row_out = torch.empty(M, 1, dtype=torch.int32, device=x_MK.device)
+    column_out = torch.empty(1, K, dtype=torch.int32, device=x_MK.device)
+    b_part = min(PARTS_OF_LINES, next_power_of_2(max(tiles_m, tiles_k)))
+    finish_lines_kernel[(ceil_div(M, LINES) + ceil_div(K, LINES),)](
+        of_rows, of_columns, row_out, column_out, M, K, tiles_k, tiles_m, exponent, LINES, b_part, num_warps=WARPS
+    )
+    return row_out.view(torch.float32), column_out.view(torch.float32)
 
 
 def _form_of_lines(M: int, K: int, tile: Tile) -> dict[str, object]:
@@ -874,7 +933,7 @@ def cast_lines(
     return both.rows, both.columns
 
 
-def quantise_short_lines(x_MK: Tensor, *, dtype: torch.dtype, tile: Tile = BEST_OF_LINES) -> Quantised:
+def quantise_short_lines(x_MK: Tensor, *, dtype: torch.dtype, tile: Tile = BEST_OF_SHORT_LINES) -> Quantised:
     """See reference.py."""
     x_MK = x_MK.contiguous()
     if not _is_in_pairs(x_MK):
