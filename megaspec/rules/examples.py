@@ -441,6 +441,12 @@ _UNREAD = {
     "unread-scaled-product": Example(("kernels.scaled_product=reference",), (_FP8,), "kernels.scaled_product"),
     "unread-scaled-grouped": Example((_moe(), "kernels.scaled_grouped=reference"), (_FP8,), "kernels.scaled_grouped"),
     "unread-adamw": Example(("optim=sgd", "kernels.adamw=reference"), ("kernels.adamw=auto",), "kernels.adamw"),
+    "unread-history": Example(
+        (_FP8, "precision.amax_history=16"), ("precision.recipe=delayed",), "precision.amax_history", target=H200
+    ),
+    "unread-margin": Example(
+        (_FP8, "precision.margin=1"), ("precision.recipe=delayed",), "precision.margin", target=H200
+    ),
     "unread-bucket": Example(
         (_TP1, "parallelism.dp_strategy=fsdp", "parallelism.bucket_mb=50"),
         ("parallelism.dp_strategy=zero1",),
@@ -484,10 +490,6 @@ _PRECISION = {
         ("precision.format=e4m3",),
         "precision.format",
         target=H200,
-    ),
-    "fp8-margin": Example((_FP8, "precision.margin=1"), ("precision.recipe=delayed",), "precision.margin", target=H200),
-    "fp8-history": Example(
-        (_FP8, "precision.amax_history=16"), ("precision.recipe=delayed",), "precision.amax_history", target=H200
     ),
     "fp8-heads": Example((_FP8, "model.n_kv_heads=1", _TP2), (_TP1,), "parallelism.tp", target=H200),
     "fp8-gather": Example(

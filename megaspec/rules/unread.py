@@ -4,13 +4,14 @@ Rules refuse one that the command line sets for a run that does without (unread_
 out what was decided for nothing. What a file sets is passed over: it sets values for whatever run takes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megaspec.core.fields import NAME
 from megaspec.core.problems import show
 from megaspec.data.urls import all_url_places, url_places
+from megaspec.precision.spec import fp8_recipe
 from megaspec.recipe import Recipe
 
 
@@ -115,6 +116,13 @@ _ADAMW = Need(
     "optim.kind={value} updates no parameter with AdamW",
     "optim=adamw",
 )
+_DELAYED = Need(
+    ("precision.recipe",),
+    # other precisions have neither the key nor what it would tell
+    lambda recipe: fp8_recipe(recipe.precision) in (None, "delayed"),
+    "precision.recipe={value} fits scales to the elements at hand",
+    "precision.recipe=delayed",
+)
 LAYER_BY_LAYER = "parallelism.dp_strategy={value} reduces layer by layer"
 """Of a data-parallel strategy, why it reads no size of buckets."""
 _BUCKETS = Need(
@@ -156,6 +164,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kernels.scaled_product": (_FP8,),
     "kernels.scaled_grouped": (_FP8, _EXPERTS),
     "kernels.adamw": (_ADAMW,),
+    "precision.amax_history": (_DELAYED,),
+    "precision.margin": (_DELAYED,),
     "parallelism.bucket_mb": (_BUCKETS,),
     "data.download_dir": (_URL,),
 }
@@ -178,3 +188,20 @@ def needs_of(key: str) -> tuple[Need, ...]:
 def unmet_needs(key: str, recipe: Recipe) -> tuple[Need, ...]:
     """What a recipe lacks, so that it does not read a setting; (): it reads it, or every run does."""
     return tuple(need for need in needs_of(key) if not need.is_met(recipe))
+
+
+def why_unread(key: str, recipe: Recipe, needs: Sequence[Need]) -> str:
+    """That a recipe does not read a setting, and why. `needs`: what it lacks for that."""
+    reasons = ", and ".join(need.reason(recipe) for need in needs)
+    return f"{key}={show(setting_at(recipe, key).value)} is not read: {reasons}"
+
+
+def no_longer_read(before: Recipe, recipe: Recipe) -> list[str]:
+    """What a recipe sets and does not read, though that which it was made from, `before`, did: a clause for each."""
+    told = []
+    for key in NEEDS:
+        setting = setting_at(recipe, key)
+        needs = unmet_needs(key, recipe)
+        if needs and setting.value != setting.default and not unmet_needs(key, before):
+            told.append(why_unread(key, recipe, needs))
+    return told
