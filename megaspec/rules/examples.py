@@ -59,6 +59,7 @@ def _mla(d_rope: int = 16) -> str:
 
 
 _FP8 = "precision.kind=fp8"
+_ALL_IN_FP8 = ("precision.first_layers_bf16=0", "precision.last_layers_bf16=0")
 # of hello: parts of products that blocks of 128 divide
 _WIDE = ("model.n_kv_heads=4", "model.d_ffn=512")
 _PP2, _CP4, _TP1, _TP2 = "parallelism.pp=2", "parallelism.cp=4", "parallelism.tp=1", "parallelism.tp=2"
@@ -428,6 +429,9 @@ _MODEL = {
 _UNREAD = {
     "unread-attention-merge": Example(
         ("kernels.attention_merge=reference",), ("kernels.attention_merge=auto",), "kernels.attention_merge"
+    ),
+    "unread-linear": Example(
+        (_FP8, *_ALL_IN_FP8, "kernels.linear=reference"), ("precision.first_layers_bf16=1",), "kernels.linear"
     ),
     "unread-grouped": Example(("kernels.grouped=reference",), (_moe(),), "kernels.grouped"),
     "unread-unpermute": Example(("kernels.unpermute=reference",), (_moe(),), "kernels.unpermute"),

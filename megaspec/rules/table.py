@@ -145,6 +145,7 @@ RULES: dict[str, Rule] = {
     "kernel-scaled-grouped": model_rules.scaled_grouped_kernel_runs,
     "kernel-adamw": model_rules.adamw_kernel_runs,
     "unread-attention-merge": unread_rules.attention_merge_is_of_split_sequences,
+    "unread-linear": unread_rules.linear_kernel_is_of_layers_outside_fp8,
     "unread-grouped": unread_rules.grouped_kernel_is_of_experts,
     "unread-unpermute": unread_rules.unpermute_kernel_is_of_experts,
     "unread-gated": unread_rules.gated_kernel_is_of_gates,

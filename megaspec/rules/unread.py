@@ -74,6 +74,24 @@ def _turns_heads(recipe: Recipe) -> bool:
     return model.attention.turns_product and any(positions.is_rotary for positions in kinds)
 
 
+def _asks_for_linear(recipe: Recipe) -> bool:
+    """Whether kernels.linear computes anything. In fp8 `torch` and `reference` compute what stays in another format:
+    layers at the ends, experts that every token takes and their gate."""
+    precision = recipe.precision
+    model = recipe.model
+    # of `torch` fp8 reads that it is not te
+    if precision.kind != "fp8" or recipe.kernels.linear != "reference":
+        return True
+    if len(precision.layers(model.n_layers)) < model.n_layers:
+        return True
+    for layer in model.facts.kinds:
+        for linear in layer.linears:
+            # routers, and experts that tokens choose, have operations of their own
+            if not linear.takes_fp8 and not linear.in_fp32 and linear.tokens != "routed":
+                return True
+    return False
+
+
 _CP = Need(
     ("parallelism.cp",),
     lambda recipe: recipe.parallelism.cp != 1,
@@ -116,6 +134,13 @@ _ADAMW = Need(
     "optim.kind={value} updates no parameter with AdamW",
     "optim=adamw",
 )
+_NOT_IN_FP8 = Need(
+    ("precision.first_layers_bf16", "precision.last_layers_bf16"),
+    _asks_for_linear,
+    "precision.first_layers_bf16={value} and precision.last_layers_bf16={value} have kernels.fp8_cast and"
+    " kernels.scaled_product compute all linear layers",
+    "precision.first_layers_bf16=1",
+)
 _DELAYED = Need(
     ("precision.recipe",),
     # other precisions have neither the key nor what it would tell
@@ -156,6 +181,7 @@ def _url_of_set(name: str) -> Need:
 
 NEEDS: dict[str, tuple[Need, ...]] = {
     "kernels.attention_merge": (_CP, _BLOCKS),
+    "kernels.linear": (_NOT_IN_FP8,),
     "kernels.grouped": (_EXPERTS,),
     "kernels.unpermute": (_EXPERTS,),
     "kernels.gated": (_GATE,),

@@ -11,6 +11,11 @@ def attention_merge_is_of_split_sequences(case: Case) -> Problem | None:
     return _unread(case, "kernels.attention_merge")
 
 
+def linear_kernel_is_of_layers_outside_fp8(case: Case) -> Problem | None:
+    """Plain products of linear layers are chosen where some layer does not compute in fp8."""
+    return _unread(case, "kernels.linear")
+
+
 def grouped_kernel_is_of_experts(case: Case) -> Problem | None:
     """A kernel for the experts' products is chosen for a model with experts."""
     return _unread(case, "kernels.grouped")
@@ -82,8 +87,10 @@ def downloads_of_sets_are_of_urls(case: Case) -> Problem | None:
 
 def _unread(case: Case, key: str) -> Problem | None:
     """What a run lacks that would read a setting of the command line. What we decided is never held against it."""
+    if key not in case.chosen or key in case.decided:
+        return None
     needs = [need for need in unmet_needs(key, case.recipe) if case.decided.isdisjoint(need.keys)]
-    if not needs or key not in case.chosen or key in case.decided:
+    if not needs:
         return None
     setting = setting_at(case.recipe, key)
     if setting.value == setting.default:

@@ -17,6 +17,7 @@ from tests.rules.composed import composed
 CODES = [code for code in RULES if code.startswith("unread-")]
 EXPERTS = "model.moe={n_experts: 8, top_k: 2}"
 MERGE = "kernels.attention_merge=reference"
+ALL_IN_FP8 = ("precision.first_layers_bf16=0", "precision.last_layers_bf16=0")
 # What some run refuses -> the reasons and ways out that are told.
 REFUSED = {
     ("kernels.scaled_product=cublaslt", "precision=bf16"): (
@@ -31,6 +32,11 @@ REFUSED = {
     ("precision.margin=2", "precision=fp8", "precision.recipe=rowwise"): (
         "precision.margin=2 is not read: precision.recipe=rowwise fits scales to the elements at hand;"
         " set precision.margin=0, or precision.recipe=delayed"
+    ),
+    ("kernels.linear=reference", "precision=fp8", *ALL_IN_FP8): (
+        "kernels.linear=reference is not read: precision.first_layers_bf16=0 and precision.last_layers_bf16=0 have"
+        " kernels.fp8_cast and kernels.scaled_product compute all linear layers; set kernels.linear=auto, or"
+        " precision.first_layers_bf16=1"
     ),
     (MERGE, "parallelism.cp=2", "parallelism.context.kind=all_to_all"): (
         "kernels.attention_merge=reference is not read: parallelism.context.kind=all_to_all attends to whole sequences;"
@@ -48,6 +54,10 @@ REFUSED = {
 }
 READ = [
     (MERGE, "parallelism.cp=2"),
+    ("kernels.linear=reference", "precision=bf16"),
+    ("kernels.linear=reference", "precision=fp8"),
+    # what says that it is not te
+    ("kernels.linear=torch", "precision=fp8", *ALL_IN_FP8),
     ("kernels.grouped=reference", EXPERTS),
     ("kernels.unpermute=reference", EXPERTS),
     ("kernels.gated=reference",),
