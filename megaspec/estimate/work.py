@@ -247,9 +247,11 @@ def _ranks_that_cast(recipe: Recipe, recipes: Container[str]) -> int:
 
 
 def _without_columns(run: LayerRun, product: Product) -> int:
-    """Bytes that a norm does not write which writes rows of this rank's tokens in fp8: one in place of a number in the
-    model's format, where one that writes both layouts writes two."""
-    if product.precision != "fp8" or not product.input_is_written or product.input_ranks == 1:
+    """Bytes that a norm does not write which writes rows alone in fp8, of this rank's tokens or for a frozen weight:
+    one in place of a number in the model's format, where one that writes both layouts writes two."""
+    if product.precision != "fp8" or not product.input_is_written:
+        return 0
+    if product.input_ranks == 1 and product.makes_weight_gradient:
         return 0
     return product.m // product.input_ranks * product.k * (run.width - 1)
 
