@@ -35,7 +35,8 @@ class KernelsSpec(Frozen):
     """The three products of linear layers: of layers alone, not of the head, of routers and of experts.
 
     torch: torch's, and in fp8 those of fp8_cast and scaled_product. te: Transformer Engine's, in fp8 with its casts and
-    scales; weight gradients are added inside the product; needs the extra `te`. reference: plain."""
+    scales; weight gradients are added inside the product; needs the extra `te`. reference: plain; in fp8 as with
+    torch."""
     grouped: Auto[Literal["torch", "reference"]] = "auto"
     """Products of tokens with the matrices of their experts.
 

@@ -17,8 +17,9 @@ from megaspec.core.regular_files import NO_ROOM
 # Errors of the machine, not of the file: nothing is known about the bytes, so nothing is put aside because of them.
 MACHINE_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
-# Of what stands there, which is no file of a checkpoint, or has no name that could be one.
-_WRONG_KIND = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV})
+# Of what stands there, which is no file of a checkpoint, or has no name that could be one. Not ENXIO and ENODEV: a
+# socket or device is known by its kind (core/regular_files.py), so that these tell of a device that is gone.
+_WRONG_KIND = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR})
 _NO_NAME = frozenset({errno.EINVAL, errno.ENAMETOOLONG})
 # The file system has checked the bytes, or what leads to them, and found them wrong: damage, as where our checksums
 # find it. Reading again finds the same, so that a run which waited for better would never start, while an older

@@ -31,7 +31,14 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resume import fork
-from megaspec.rules.belonging import fork_point, holds_weights_alone, last_of_weights, starts_optimizer_anew
+from megaspec.rules.belonging import (
+    fork_point,
+    holds_weights_alone,
+    last_of_weights,
+    leaves_histories,
+    starts_optimizer_anew,
+)
+from megaspec.rules.unread import no_longer_read
 from megaspec.run_folder import (
     make_fork,
     newest_good,
@@ -152,6 +159,10 @@ def _prepare_fork(
     said = f"{place} starts from step {began.step} of {source}; {_rates(old, spec, began.step)}"
     if starts_optimizer_anew(good.manifest, spec):
         said += "; it trains what was frozen there, so that the optimizer's state starts anew"
+    for unread in no_longer_read(old, recipe):
+        said += f"; {unread}"
+    if leaves_histories(good.manifest, spec):
+        said += "; what delayed scales remember there stays behind"
     print(printable(said))
     return Prepared(place, spec, lock)
 

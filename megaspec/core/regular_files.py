@@ -21,12 +21,13 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 DISK_ERRORS = NO_ROOM | {errno.EFBIG, errno.EIO, errno.ENOLCK, errno.EREMOTEIO, errno.EROFS, errno.ESTALE}
 # Errors that a file whose server is away has in common with a socket: of a file where the error names one.
 _SERVER_AWAY = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT})
+# Said of a socket and of a device that nothing drives, and of a regular file whose disk is gone.
+_NO_DEVICE = frozenset({errno.ENXIO, errno.ENODEV})
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _TEXTS = {
     errno.ELOOP: "is a link, and links are not followed here",
     errno.ENOTDIR: "lies behind a link or a file, and neither is followed here",
-    errno.ENXIO: "is no regular file",
     errno.EISDIR: "is a folder",
 }
 
@@ -70,6 +71,8 @@ def open_regular(name: str | Path, flags: int = os.O_RDONLY, *, mode: int = 0o64
     try:
         fd = os.open(name, wanted, mode, dir_fd=dir_fd)
     except OSError as error:
+        if error.errno in _NO_DEVICE and _is_of_another_kind(name, dir_fd):
+            raise OSError(errno.EINVAL, "is no regular file", str(name)) from None
         raise _told(error, name) from None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -190,6 +193,13 @@ def _open_folders(folder: Path, below: Iterable[str]) -> int:
             os.close(at)
         at = inner
     return at
+
+
+def _is_of_another_kind(name: str | Path, dir_fd: int | None) -> bool:
+    """Whether something of that name is no regular file; False where that can't be told."""
+    with suppress(OSError):
+        return not stat.S_ISREG(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
+    return False
 
 
 def _check_kind(mode: int, path: Path, *, is_folder: bool) -> None:

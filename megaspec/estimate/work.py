@@ -50,6 +50,9 @@ FP8_CAST = {"delayed": 4.0, "tensorwise": 6.0, "rowwise": 6.0, "blockwise": 4.0,
 # The same where each layout is cast by itself, and rows and columns have scales of their own: both are read for their
 # largest elements, and once more.
 FP8_CAST_APART = FP8_CAST | {"rowwise": 10.0, "blockwise": 10.0}
+# The same in one layout alone, as a frozen weight has its input. With scales of blocks it is read for them before: the
+# one kernel that reads it once makes both layouts.
+FP8_CAST_ALONE = {"delayed": 3.0, "tensorwise": 5.0, "rowwise": 5.0, "blockwise": 5.0, "mxfp8": 3.0, "nvfp4": 3.0}
 # Of a weight, whose scale is always that of its numbers; one of a square block is the same in both layouts.
 FP8_WEIGHT_CAST = FP8_CAST | {"delayed": 6.0, "blockwise": 6.0}
 # Of experts' rows, and of their matrices, once a step: with scales of lines columns are turned round in a pass more.
@@ -57,8 +60,9 @@ GROUP_CAST = FP8_CAST_APART
 GROUP_WEIGHT_CAST = FP8_WEIGHT_CAST | {"rowwise": 12.0}
 # Of weights by Transformer Engine's cast, which finds the largest elements of squares while it makes both layouts.
 TE_WEIGHT_CAST = FP8_WEIGHT_CAST | {"blockwise": 4.0}
-# Of what its rank alone casts before others gather it: its columns are not written, but made of the bytes of all ranks,
-# which are read and written for them. With scales of lines both casts are of its tokens, and both write rows.
+# Columns that a cast writes beside rows. Of what its rank alone casts before others gather it they are not written, but
+# made of the bytes of all ranks, which are read and written for that. With scales of lines both casts are of its
+# tokens, and both write rows.
 COLUMNS_BY_CAST = 1.0
 COLUMNS_OF_BYTES = 2.0
 # The same operation by operation: the largest element, the cast with what of it is not finite, and with delayed scales
@@ -70,6 +74,15 @@ PLAIN_FP8_CAST = {
     "blockwise": 182.0,
     "mxfp8": 182.0,
     "nvfp4": 182.0,
+}
+# In rows alone; columns are made of them, and turned round.
+PLAIN_FP8_CAST_OF_ROWS = {
+    "tensorwise": 77.0,
+    "delayed": 109.0,
+    "rowwise": 77.5,
+    "blockwise": 90.0,
+    "mxfp8": 90.0,
+    "nvfp4": 90.0,
 }
 # Of a factor in fp8 that is dequantised before it is multiplied: to fp32, and times its scale.
 DEQUANTISED = 13.0
@@ -234,9 +247,11 @@ def _ranks_that_cast(recipe: Recipe, recipes: Container[str]) -> int:
 
 
 def _without_columns(run: LayerRun, product: Product) -> int:
-    """Bytes that a norm does not write which writes rows of this rank's tokens in fp8: one in place of a number in the
-    model's format, where one that writes both layouts writes two."""
-    if product.precision != "fp8" or not product.input_is_written or product.input_ranks == 1:
+    """Bytes that a norm does not write which writes rows alone in fp8, of this rank's tokens or for a frozen weight:
+    one in place of a number in the model's format, where one that writes both layouts writes two."""
+    if product.precision != "fp8" or not product.input_is_written:
+        return 0
+    if product.input_ranks == 1 and product.makes_weight_gradient:
         return 0
     return product.m // product.input_ranks * product.k * (run.width - 1)
 
@@ -503,10 +518,8 @@ def weights_bytes(recipe: Recipe, work: AttentionWork) -> float:
 
 
 def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
-    """Of turning the factors of products into fp8, in both layouts: of the input [m, k] in the forward pass and of the
-    output's gradient [m, n] in the backward pass. What makes a factor and writes it in fp8 itself writes a byte in each
-    layout in place of two. Of a factor that ranks gather in fp8 each casts its own rows, and the backward pass makes
-    columns for the weight gradient. And of turning factors back, where products are computed in fp32."""
+    """Of turning the factors of products into fp8: of the input [m, k] in the forward pass and of the output's gradient
+    [m, n] in the backward pass. And of turning factors back, where products are computed in fp32."""
     forward = 0.0
     backward = 0.0
     casts = _casts(recipe)
@@ -515,23 +528,13 @@ def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
             continue
         inputs = product.m * product.k
         gradients = product.m * product.n
-        of_input = casts.of_both
-        of_gradient = casts.of_both
-        if product.groups:
-            of_input = casts.of_group
-            of_gradient = casts.of_group
-        if product.casts_input_apart:
-            of_input = casts.apart
-        if product.input_ranks > 1:
-            of_input = (casts.apart - casts.columns) / product.input_ranks
-            backward += COLUMNS_OF_BYTES * inputs * product.makes_weight_gradient
-        if product.gradient_ranks > 1:
-            of_gradient = (casts.apart - casts.columns) / product.gradient_ranks
-            backward += COLUMNS_OF_BYTES * gradients * product.makes_weight_gradient
-        if not product.input_is_written:
-            forward += of_input * inputs
-        if not product.gradient_is_written:
-            backward += of_gradient * gradients
+        forward += _of_input(product, casts) * inputs
+        backward += _of_gradient(product, casts) * gradients
+        # of what ranks gather in fp8 each makes the columns itself, for the weight gradient
+        if product.makes_weight_gradient and product.input_ranks > 1:
+            backward += COLUMNS_OF_BYTES * inputs
+        if product.makes_weight_gradient and product.gradient_ranks > 1:
+            backward += COLUMNS_OF_BYTES * gradients
         # once a step: in the mean over micro batches
         weights = product.n * product.k / shape_of(recipe).micro_batches
         if product.groups:
@@ -553,8 +556,11 @@ class _Casts:
     """Of an input or an output's gradient, in both layouts at once."""
     apart: float
     """The same, each layout by itself."""
-    columns: float
-    """Those of them that a rank does not move which casts its tokens before others gather them."""
+    of_rows: float
+    """In rows alone."""
+    of_columns: float
+    of_tokens: float
+    """Of an input that a rank casts before others gather it, for both layouts."""
     of_weight: float
     of_group: float
     """Of experts' rows."""
@@ -562,17 +568,66 @@ class _Casts:
     """Of experts' matrices."""
 
 
+def _of_input(product: Product, casts: _Casts) -> float:
+    """Bytes of a number of the input: in rows for the product, in columns for the weight gradient, where there is one.
+    What makes the input and writes it in fp8 itself writes a byte in each layout in place of two."""
+    if product.input_is_written:
+        return 0.0
+    if not product.makes_weight_gradient:
+        return casts.of_rows / product.input_ranks
+    if product.input_ranks > 1:
+        return casts.of_tokens / product.input_ranks
+    if product.casts_input_apart:
+        return casts.apart
+    if product.groups:
+        return casts.of_group
+    return casts.of_both
+
+
+def _of_gradient(product: Product, casts: _Casts) -> float:
+    """Bytes of a number of the output's gradient: in rows for the input gradient, in columns for the weight gradient,
+    where there are such."""
+    if product.gradient_is_written or not (product.makes_input_gradient or product.makes_weight_gradient):
+        return 0.0
+    if product.gradient_ranks > 1:
+        # rows are gathered in any case
+        return casts.of_rows / product.gradient_ranks
+    if not product.makes_weight_gradient:
+        return casts.of_rows
+    if not product.makes_input_gradient:
+        return casts.of_columns
+    if product.groups:
+        return casts.of_group
+    return casts.of_both
+
+
+_NO_CASTS = _Casts(
+    of_both=0.0,
+    apart=0.0,
+    of_rows=0.0,
+    of_columns=0.0,
+    of_tokens=0.0,
+    of_weight=0.0,
+    of_group=0.0,
+    of_group_weight=0.0,
+)
+
+
 def _casts(recipe: Recipe) -> _Casts:
     """Of a run in fp8, or none."""
     name = fp8_recipe(recipe.precision)
     if name is None:
-        return _Casts(of_both=0.0, apart=0.0, columns=0.0, of_weight=0.0, of_group=0.0, of_group_weight=0.0)
-    has_one_scale = name in GRADIENTS_IN_FP8
+        return _NO_CASTS
     if recipe.kernels.linear == "te":
+        both = FP8_CAST[name]
+        rows = both - COLUMNS_BY_CAST
         return _Casts(
-            of_both=FP8_CAST[name],
-            apart=FP8_CAST[name],
-            columns=COLUMNS_BY_CAST * has_one_scale,
+            of_both=both,
+            apart=both,
+            of_rows=rows,
+            # made with rows in any case
+            of_columns=both,
+            of_tokens=_of_tokens(name, rows=rows, apart=both),
             of_weight=TE_WEIGHT_CAST[name],
             # it computes no experts
             of_group=0.0,
@@ -580,23 +635,37 @@ def _casts(recipe: Recipe) -> _Casts:
         )
     if recipe.kernels.fp8_cast == "reference":
         plain = PLAIN_FP8_CAST[name]
+        rows = PLAIN_FP8_CAST_OF_ROWS[name]
         return _Casts(
             of_both=plain,
             apart=plain,
+            of_rows=rows,
             # turned round behind the cast
-            columns=COLUMNS_OF_BYTES * has_one_scale,
+            of_columns=rows + COLUMNS_OF_BYTES,
+            of_tokens=_of_tokens(name, rows=rows, apart=plain),
             of_weight=plain,
             of_group=plain,
             of_group_weight=plain,
         )
+    alone = FP8_CAST_ALONE[name]
+    apart = FP8_CAST_APART[name]
     return _Casts(
         of_both=FP8_CAST[name],
-        apart=FP8_CAST_APART[name],
-        columns=COLUMNS_BY_CAST * has_one_scale,
+        apart=apart,
+        of_rows=alone,
+        of_columns=alone,
+        of_tokens=_of_tokens(name, rows=alone, apart=apart),
         of_weight=FP8_WEIGHT_CAST[name],
         of_group=GROUP_CAST[name],
         of_group_weight=GROUP_WEIGHT_CAST[name],
     )
+
+
+def _of_tokens(name: str, *, rows: float, apart: float) -> float:
+    """See _Casts, of an fp8 recipe by its name: what has one scale is cast in rows, of which columns are made."""
+    if name in GRADIENTS_IN_FP8:
+        return rows
+    return apart
 
 
 def is_dequantised(recipe: Recipe, product: Product) -> bool:

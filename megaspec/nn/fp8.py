@@ -29,7 +29,7 @@ that compiled code does not depend on it. It returns rows [M, K], columns [K, M]
 an input: Linear takes an `Fp8Input` of them in x's place. Its `carrier` stands for x to autograd: of x's shape and
 format, but one number spread out (`carrier_of`); its gradient is x's. The producer's autograd.Function returns all
 four, the three in fp8 marked as not differentiable. Of tokens that ranks gather first (note "Tokens") it returns this
-rank's rows, and no columns.
+rank's rows, and no columns; so it may for a frozen weight.
 a gradient: `Linear.with_slots(x)` returns y and `Fp8Slots`. The producer's autograd.Function takes both in its forward
 pass; in its backward pass it returns None for y and rows, columns and scale as the gradients of the three slots.
 
@@ -152,7 +152,7 @@ class Fp8Input(NamedTuple):
     rows: Tensor
     """[M, I]"""
     columns: Tensor
-    """[I, M]; [0] where ranks gather the rows first, see note "Tokens"."""
+    """[I, M]; [0] where ranks gather the rows first, see note "Tokens", and may be where the weight is frozen."""
     scale: Tensor
     """[1, 1], of both."""
 

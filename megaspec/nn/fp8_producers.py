@@ -35,7 +35,8 @@ class Producer(NamedTuple):
     ticket: Tensor
     """Of the layer."""
     columns: bool = True
-    """Whether it writes both layouts: not of tokens that ranks gather, which are turned round behind that."""
+    """Whether it writes both layouts: not of tokens that ranks gather, which are turned round behind that, and not for
+    a frozen weight."""
 
 
 @operation("megaspec::norm_into_fp8")

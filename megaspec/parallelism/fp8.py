@@ -252,7 +252,9 @@ def _have_fp8_written(layer: Layer, recomputed: frozenset[str]) -> None:
     take.
 
     Of tokens that tensor-parallel ranks gather behind a norm it writes rows alone: columns are what is gathered, turned
-    round. What lies between a layer whose outputs they divide and one whose inputs they divide is a rank's own.
+    round. So it does for a frozen weight: columns are for weight gradients. Gates and rotations write both in any case,
+    which moves fewer bytes than a cast in rows behind them would. What lies between a layer whose outputs they divide
+    and one whose inputs they divide is a rank's own.
     Layers that have a bias quantise their gradient, too. A norm that is computed apart, and a gate that is, being one
     of the parts that are `recomputed`, is no part of another operation.
     """
@@ -262,7 +264,8 @@ def _have_fp8_written(layer: Layer, recomputed: frozenset[str]) -> None:
         entry = getattr(mixer, "entry", None)
         if _takes_written(entry, Linear, ColumnParallelLinear):
             gathers = isinstance(entry, ColumnParallelLinear) and entry.sequence
-            norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket, columns=not gathers)
+            columns = entry.weight.requires_grad and not gathers
+            norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket, columns=columns)
     for mixer in layer.mixers():
         if isinstance(mixer, Gated):
             _have_gate_write(mixer, recomputed)

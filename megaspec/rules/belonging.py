@@ -20,7 +20,7 @@ from megaspec.checkpoint.format import LARGEST_NUMBER, Manifest, StoredTensor
 from megaspec.checkpoint.remote import Identity, Owner, way_out_of_anothers
 from megaspec.core.errors import WriteError, printable
 from megaspec.core.problems import show
-from megaspec.precision.spec import Fp16Precision
+from megaspec.precision.spec import Fp16Precision, fp8_recipe
 from megaspec.rules.difference import Change, differences, experiment_of
 from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
@@ -36,6 +36,8 @@ LARGEST_SCALE = 2.0**128
 WEIGHTS_ALONE = {"holds": "weights"}
 # What a run knows of its own numbers (train/guard.py), in the state of its checkpoints; earlier versions have none.
 NUMBERS = "numbers"
+# What names begin with of the largest elements that delayed scales are made of.
+FP8 = "fp8/"
 
 
 def is_imported(run: Spec) -> bool:
@@ -107,6 +109,13 @@ def starts_optimizer_anew(manifest: Manifest, run: Spec) -> bool:
     there = trained_names(facts, manifest.spec["train"].get("trainable"))
     here = trained_names(facts, run.train.trainable)
     return bool((here - there) & facts.weights().keys())
+
+
+def leaves_histories(manifest: Manifest, run: Spec) -> bool:
+    """True where a fork has no use for what delayed scales remember in the run that it began from."""
+    if not is_fork_point(manifest, run) or fp8_recipe(run.precision) == "delayed":
+        return False
+    return any(name.startswith(FP8) for name in manifest.tensors)
 
 
 def began_as_fork(run: Spec) -> bool:

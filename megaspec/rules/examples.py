@@ -59,6 +59,7 @@ def _mla(d_rope: int = 16) -> str:
 
 
 _FP8 = "precision.kind=fp8"
+_ALL_IN_FP8 = ("precision.first_layers_bf16=0", "precision.last_layers_bf16=0")
 # of hello: parts of products that blocks of 128 divide
 _WIDE = ("model.n_kv_heads=4", "model.d_ffn=512")
 _PP2, _CP4, _TP1, _TP2 = "parallelism.pp=2", "parallelism.cp=4", "parallelism.tp=1", "parallelism.tp=2"
@@ -429,6 +430,9 @@ _UNREAD = {
     "unread-attention-merge": Example(
         ("kernels.attention_merge=reference",), ("kernels.attention_merge=auto",), "kernels.attention_merge"
     ),
+    "unread-linear": Example(
+        (_FP8, *_ALL_IN_FP8, "kernels.linear=reference"), ("precision.first_layers_bf16=1",), "kernels.linear"
+    ),
     "unread-grouped": Example(("kernels.grouped=reference",), (_moe(),), "kernels.grouped"),
     "unread-unpermute": Example(("kernels.unpermute=reference",), (_moe(),), "kernels.unpermute"),
     "unread-gated": Example(
@@ -441,6 +445,12 @@ _UNREAD = {
     "unread-scaled-product": Example(("kernels.scaled_product=reference",), (_FP8,), "kernels.scaled_product"),
     "unread-scaled-grouped": Example((_moe(), "kernels.scaled_grouped=reference"), (_FP8,), "kernels.scaled_grouped"),
     "unread-adamw": Example(("optim=sgd", "kernels.adamw=reference"), ("kernels.adamw=auto",), "kernels.adamw"),
+    "unread-history": Example(
+        (_FP8, "precision.amax_history=16"), ("precision.recipe=delayed",), "precision.amax_history", target=H200
+    ),
+    "unread-margin": Example(
+        (_FP8, "precision.margin=1"), ("precision.recipe=delayed",), "precision.margin", target=H200
+    ),
     "unread-bucket": Example(
         (_TP1, "parallelism.dp_strategy=fsdp", "parallelism.bucket_mb=50"),
         ("parallelism.dp_strategy=zero1",),
@@ -484,10 +494,6 @@ _PRECISION = {
         ("precision.format=e4m3",),
         "precision.format",
         target=H200,
-    ),
-    "fp8-margin": Example((_FP8, "precision.margin=1"), ("precision.recipe=delayed",), "precision.margin", target=H200),
-    "fp8-history": Example(
-        (_FP8, "precision.amax_history=16"), ("precision.recipe=delayed",), "precision.amax_history", target=H200
     ),
     "fp8-heads": Example((_FP8, "model.n_kv_heads=1", _TP2), (_TP1,), "parallelism.tp", target=H200),
     "fp8-gather": Example(

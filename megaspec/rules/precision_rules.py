@@ -134,28 +134,6 @@ def fp8_format_is_one_of_the_recipe(case: Case) -> Problem | None:
     return Problem("precision.format", f"{text}; set precision.format=e4m3")
 
 
-def fp8_margins_are_of_delayed_scales(case: Case) -> Problem | None:
-    """A margin is for delayed scales: others fit their elements."""
-    precision = case.recipe.precision
-    if not isinstance(precision, Fp8Precision) or precision.recipe == "delayed" or precision.margin == 0:
-        return None
-    text = f"precision.margin={precision.margin} needs precision.recipe=delayed, it is {precision.recipe}"
-    return Problem("precision.margin", f"{text}; drop it, or set precision.recipe=delayed")
-
-
-def fp8_looks_back_where_scales_are_delayed(case: Case) -> Problem | None:
-    """A history is for delayed scales: others are those of the elements at hand."""
-    precision = case.recipe.precision
-    if not isinstance(precision, Fp8Precision) or precision.recipe == "delayed":
-        return None
-    key = "precision.amax_history"
-    value = precision.amax_history
-    if value == Fp8Precision.model_fields["amax_history"].default:
-        return None
-    text = f"{key}={value} needs precision.recipe=delayed, it is {precision.recipe}"
-    return Problem(key, f"{text}; drop it, or set precision.recipe=delayed")
-
-
 def fp8_heads_have_one_rank(case: Case) -> Problem | None:
     """In fp8 no ranks share a key and value head: each would round a part of its gradient."""
     precision = case.recipe.precision

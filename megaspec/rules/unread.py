@@ -4,13 +4,14 @@ Rules refuse one that the command line sets for a run that does without (unread_
 out what was decided for nothing. What a file sets is passed over: it sets values for whatever run takes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megaspec.core.fields import NAME
 from megaspec.core.problems import show
 from megaspec.data.urls import all_url_places, url_places
+from megaspec.precision.spec import fp8_recipe
 from megaspec.recipe import Recipe
 
 
@@ -73,6 +74,24 @@ def _turns_heads(recipe: Recipe) -> bool:
     return model.attention.turns_product and any(positions.is_rotary for positions in kinds)
 
 
+def _asks_for_linear(recipe: Recipe) -> bool:
+    """Whether kernels.linear computes anything. In fp8 `torch` and `reference` compute what stays in another format:
+    layers at the ends, experts that every token takes and their gate."""
+    precision = recipe.precision
+    model = recipe.model
+    # of `torch` fp8 reads that it is not te
+    if precision.kind != "fp8" or recipe.kernels.linear != "reference":
+        return True
+    if len(precision.layers(model.n_layers)) < model.n_layers:
+        return True
+    for layer in model.facts.kinds:
+        for linear in layer.linears:
+            # routers, and experts that tokens choose, have operations of their own
+            if not linear.takes_fp8 and not linear.in_fp32 and linear.tokens != "routed":
+                return True
+    return False
+
+
 _CP = Need(
     ("parallelism.cp",),
     lambda recipe: recipe.parallelism.cp != 1,
@@ -115,6 +134,20 @@ _ADAMW = Need(
     "optim.kind={value} updates no parameter with AdamW",
     "optim=adamw",
 )
+_NOT_IN_FP8 = Need(
+    ("precision.first_layers_bf16", "precision.last_layers_bf16"),
+    _asks_for_linear,
+    "precision.first_layers_bf16={value} and precision.last_layers_bf16={value} have kernels.fp8_cast and"
+    " kernels.scaled_product compute all linear layers",
+    "precision.first_layers_bf16=1",
+)
+_DELAYED = Need(
+    ("precision.recipe",),
+    # other precisions have neither the key nor what it would tell
+    lambda recipe: fp8_recipe(recipe.precision) in (None, "delayed"),
+    "precision.recipe={value} fits scales to the elements at hand",
+    "precision.recipe=delayed",
+)
 LAYER_BY_LAYER = "parallelism.dp_strategy={value} reduces layer by layer"
 """Of a data-parallel strategy, why it reads no size of buckets."""
 _BUCKETS = Need(
@@ -148,6 +181,7 @@ def _url_of_set(name: str) -> Need:
 
 NEEDS: dict[str, tuple[Need, ...]] = {
     "kernels.attention_merge": (_CP, _BLOCKS),
+    "kernels.linear": (_NOT_IN_FP8,),
     "kernels.grouped": (_EXPERTS,),
     "kernels.unpermute": (_EXPERTS,),
     "kernels.gated": (_GATE,),
@@ -156,6 +190,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kernels.scaled_product": (_FP8,),
     "kernels.scaled_grouped": (_FP8, _EXPERTS),
     "kernels.adamw": (_ADAMW,),
+    "precision.amax_history": (_DELAYED,),
+    "precision.margin": (_DELAYED,),
     "parallelism.bucket_mb": (_BUCKETS,),
     "data.download_dir": (_URL,),
 }
@@ -178,3 +214,20 @@ def needs_of(key: str) -> tuple[Need, ...]:
 def unmet_needs(key: str, recipe: Recipe) -> tuple[Need, ...]:
     """What a recipe lacks, so that it does not read a setting; (): it reads it, or every run does."""
     return tuple(need for need in needs_of(key) if not need.is_met(recipe))
+
+
+def why_unread(key: str, recipe: Recipe, needs: Sequence[Need]) -> str:
+    """That a recipe does not read a setting, and why. `needs`: what it lacks for that."""
+    reasons = ", and ".join(need.reason(recipe) for need in needs)
+    return f"{key}={show(setting_at(recipe, key).value)} is not read: {reasons}"
+
+
+def no_longer_read(before: Recipe, recipe: Recipe) -> list[str]:
+    """What a recipe sets and does not read, though that which it was made from, `before`, did: a clause for each."""
+    told = []
+    for key in NEEDS:
+        setting = setting_at(recipe, key)
+        needs = unmet_needs(key, recipe)
+        if needs and setting.value != setting.default and not unmet_needs(key, before):
+            told.append(why_unread(key, recipe, needs))
+    return told

@@ -3,12 +3,17 @@
 from megaspec.core.errors import Problem
 from megaspec.core.problems import show
 from megaspec.rules.case import Case
-from megaspec.rules.unread import setting_at, unmet_needs
+from megaspec.rules.unread import setting_at, unmet_needs, why_unread
 
 
 def attention_merge_is_of_split_sequences(case: Case) -> Problem | None:
     """A kernel that puts blocks of attention together is chosen where sequences are attended to in blocks."""
     return _unread(case, "kernels.attention_merge")
+
+
+def linear_kernel_is_of_layers_outside_fp8(case: Case) -> Problem | None:
+    """Plain products of linear layers are chosen where some layer does not compute in fp8."""
+    return _unread(case, "kernels.linear")
 
 
 def grouped_kernel_is_of_experts(case: Case) -> Problem | None:
@@ -51,6 +56,16 @@ def adamw_kernel_is_of_adamw(case: Case) -> Problem | None:
     return _unread(case, "kernels.adamw")
 
 
+def histories_are_of_delayed_scales(case: Case) -> Problem | None:
+    """A length of the history is given where scales look back: others are those of the elements at hand."""
+    return _unread(case, "precision.amax_history")
+
+
+def margins_are_of_delayed_scales(case: Case) -> Problem | None:
+    """A margin is given where scales are delayed: others fit their elements."""
+    return _unread(case, "precision.margin")
+
+
 def buckets_are_of_replicated_weights(case: Case) -> Problem | None:
     """A size of gradient buckets is given where gradients are reduced in buckets."""
     return _unread(case, "parallelism.bucket_mb")
@@ -72,13 +87,14 @@ def downloads_of_sets_are_of_urls(case: Case) -> Problem | None:
 
 def _unread(case: Case, key: str) -> Problem | None:
     """What a run lacks that would read a setting of the command line. What we decided is never held against it."""
+    if key not in case.chosen or key in case.decided:
+        return None
     needs = [need for need in unmet_needs(key, case.recipe) if case.decided.isdisjoint(need.keys)]
-    if not needs or key not in case.chosen or key in case.decided:
+    if not needs:
         return None
     setting = setting_at(case.recipe, key)
     if setting.value == setting.default:
         return None
-    reasons = ", and ".join(need.reason(case.recipe) for need in needs)
     ways = " and ".join(need.way for need in needs)
-    text = f"{key}={show(setting.value)} is not read: {reasons}"
+    text = why_unread(key, case.recipe, needs)
     return Problem(key, f"{text}; set {key}={show(setting.default)}, or {ways}")

@@ -27,10 +27,9 @@ from megaspec.core.errors import CheckpointError, printable
 from megaspec.core.layout import Layout
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.expert import buffers_of
-from megaspec.rules.belonging import NUMBERS, holds_weights_alone, is_fork_point, starts_optimizer_anew
+from megaspec.rules.belonging import FP8, NUMBERS, holds_weights_alone, is_fork_point, starts_optimizer_anew
 from megaspec.runtime.build import TrainState
 
-FP8 = "fp8/"
 _ALONE = SoloComm()
 
 

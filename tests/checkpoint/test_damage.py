@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -286,8 +287,8 @@ def test_a_pickle_in_place_of_any_file_executes_nothing(run, tmp_path, name, pro
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "manifest", "device", "pipe", "outside"])
-def test_links_and_devices_are_refused(run, tmp_path, kind) -> None:
+@pytest.mark.parametrize("kind", ["file", "folder", "manifest", "device", "pipe", "socket", "outside"])
+def test_links_and_devices_are_refused(run, tmp_path, kind, monkeypatch) -> None:
     where = folder(run, 3)
     if kind == "folder":
         where.rename(tmp_path / "elsewhere")
@@ -297,6 +298,11 @@ def test_links_and_devices_are_refused(run, tmp_path, kind) -> None:
         name.rename(tmp_path / "elsewhere")
         if kind == "pipe":
             os.mkfifo(name)
+        elif kind == "socket":
+            # its path is too long for an address
+            monkeypatch.chdir(where)
+            with socket.socket(socket.AF_UNIX) as one:
+                one.bind(name.name)
         elif kind == "device":
             name.symlink_to("/dev/zero")
         elif kind == "outside":

@@ -117,6 +117,29 @@ def test_whatever_operation_it_is(run, disk, operation) -> None:
     assert_untouched(run, disk)
 
 
+@pytest.mark.parametrize("code", [errno.ENXIO, errno.ENODEV], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "operations",
+    [
+        [("open", MANIFEST)],
+        [("open", FIRST)],
+        [("open", "step-00000003")],
+        [("stat", "step-00000003")],
+        # nothing is known of it any more, its kind neither
+        [("open", FIRST), ("stat", FIRST)],
+        [("preadv", FIRST)],
+    ],
+    ids=str,
+)
+def test_a_device_that_is_gone_is_no_damage(run, disk, code, operations) -> None:
+    disk.failing = set(operations)
+    disk.code = code
+    with pytest.raises(DiskError):
+        Store(run).newest_good(SOLO)
+    assert disk.failed > 0
+    assert_untouched(run, disk)
+
+
 def test_a_moment_is_waited_for_on_all_ranks(run, disk, capfd) -> None:
     disk.failing = {("preadv", SECOND)}
     disk.times = 1

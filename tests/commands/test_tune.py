@@ -118,7 +118,7 @@ def test_help_says_what_gpus_means(command, capsys):
         (
             (*WORDS, "precision=fp8", "precision.recipe=rowwise", "kernels.linear=te", "precision.margin=2"),
             "kernels.linear=te needs precision.recipe=tensorwise, delayed or blockwise, it is rowwise; set "
-            "kernels.linear=torch   (command line)\nprecision.margin=2 needs precision.recipe=delayed",
+            "kernels.linear=torch   (command line)\nprecision.margin=2 is not read: precision.recipe=rowwise",
         ),
         (
             ("recipe=gemma2_2b", "hardware=h100", "gpus=16", "parallelism.cp=2", "kernels.attention=flex"),

@@ -1,5 +1,6 @@
 import errno
 import os
+import socket
 
 import pytest
 
@@ -33,8 +34,8 @@ def test_the_folder_itself_may_be_a_link(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, WRITE, os.O_RDWR | os.O_APPEND | os.O_CREAT])
-@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "device", "folder", "link on the way"])
-def test_what_is_no_plain_file_is_refused_and_left_as_it_was(tmp_path, kind, flags):
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "socket", "device", "folder", "link on the way"])
+def test_what_is_no_plain_file_is_refused_and_left_as_it_was(tmp_path, kind, flags, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "home").mkdir()
     victim = tmp_path / "home" / "notes"
@@ -47,6 +48,11 @@ def test_what_is_no_plain_file_is_refused_and_left_as_it_was(tmp_path, kind, fla
         place.symlink_to(tmp_path / "home" / "new")
     elif kind == "fifo":
         os.mkfifo(place)
+    elif kind == "socket":
+        # its path is too long for an address
+        monkeypatch.chdir(place.parent)
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(place.name)
     elif kind == "device":
         place.symlink_to("/dev/zero")
     elif kind == "folder":
@@ -109,6 +115,23 @@ def test_a_folder_is_not_made_through_a_link(tmp_path, kind):
         make_folder_inside(run, name)
     assert caught.value.filename == str(run / name)
     assert not list(home.iterdir())
+
+
+@pytest.mark.parametrize("code", [errno.ENXIO, errno.ENODEV], ids=errno.errorcode.get)
+def test_a_regular_file_whose_device_is_gone_is_not_taken_for_another_kind(tmp_path, monkeypatch, code):
+    (tmp_path / "a").write_bytes(b"x")
+
+    def gone(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "open", gone)
+    with pytest.raises(OSError, match=os.strerror(code)) as caught:
+        open_regular(tmp_path / "a")
+    assert caught.value.errno == code
+    # nor where nothing is known of it any more
+    monkeypatch.setattr(os, "stat", gone)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        open_regular(tmp_path / "a")
 
 
 def test_kinds_are_checked_of_what_is_there(tmp_path):

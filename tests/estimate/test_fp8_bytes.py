@@ -7,24 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megaspec.estimate.work import (
     DEQUANTISED,
     FP8_CAST,
+    FP8_CAST_ALONE,
     FP8_CAST_APART,
     FP8_WEIGHT_CAST,
     PLAIN_FP8_CAST,
+    PLAIN_FP8_CAST_OF_ROWS,
     ROUNDED,
     SUMMED,
+    Product,
+    fp8_bytes,
 )
-from megaspec.nn.fp8 import BLOCKS, REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Role, has_one_scale
+from megaspec.nn.fp8 import BLOCKS, REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Role, has_one_scale
+from megaspec.nn.linear import Linear
 from megaspec_kernels.fp8_cast import reference as fp8_cast
 from megaspec_kernels.fp8_cast.formats import Block, scale_shape
 from megaspec_kernels.registry import REGISTRY
 from megaspec_kernels.scaled_product.reference import scaled_product
+from tests.resolve.planned import shaped
 
 E4M3 = torch.float8_e4m3fn
 # Large enough that what is counted once for a matrix is nothing beside its numbers.
@@ -73,19 +79,24 @@ def test_the_cast(recipe: str) -> None:
         found = moved(lambda: quantised(x, blocks.rows, rows=True, columns=False))
         found += moved(lambda: quantised(x, blocks.columns, rows=False, columns=True))
     assert found / x.numel() == pytest.approx(PLAIN_FP8_CAST[recipe], rel=0.01)
+    of_rows = moved(lambda: quantised(x, blocks.rows, rows=True, columns=False))
+    assert of_rows / x.numel() == pytest.approx(PLAIN_FP8_CAST_OF_ROWS[recipe], rel=0.01)
 
 
 def test_the_cast_by_a_delayed_scale() -> None:
     x = torch.randn(M, K, dtype=torch.bfloat16)
 
-    def run() -> None:
+    def run(*, columns: bool) -> None:
         seen = torch.zeros(1)
         saturated = torch.zeros(1, dtype=torch.int64)
         scale = torch.ones(1, 1)
         block = (None, None)
-        fp8_cast.cast(x, scale, block=block, dtype=E4M3, columns=True, seen=seen, saturated=saturated)
+        fp8_cast.cast(x, scale, block=block, dtype=E4M3, columns=columns, seen=seen, saturated=saturated)
 
-    assert moved(run) / x.numel() == pytest.approx(PLAIN_FP8_CAST["delayed"], rel=0.01)
+    both = moved(lambda: run(columns=True))
+    assert both / x.numel() == pytest.approx(PLAIN_FP8_CAST["delayed"], rel=0.01)
+    rows = moved(lambda: run(columns=False))
+    assert rows / x.numel() == pytest.approx(PLAIN_FP8_CAST_OF_ROWS["delayed"], rel=0.01)
 
 
 @pytest.mark.parametrize(("block", "into"), [((None, None), None), ((1, None), None), ((None, None), "sum")], ids=str)
@@ -106,61 +117,89 @@ def test_the_product(block: Block, into: str | None) -> None:
 
 
 class CountedPasses:
-    """Bytes of a number in bf16 that kernels move, which read it once for its scale and once for the cast."""
+    """Bytes that kernels move of matrices in bf16, which they read once for their scales and once for the cast."""
 
     def __init__(self) -> None:
         self.total = 0
 
+    def _count(self, x: Tensor, of_number: int) -> None:
+        self.total += of_number * x.numel()
+
     def scale(self, x: Tensor, **rest: Any) -> Tensor:
-        self.total += 2
+        self._count(x, 2)
         return fp8_cast.scale(x, **rest)
 
     def cast(self, x: Tensor, scale: Tensor, *, rows: bool = True, columns: bool = False, **rest: Any) -> Any:
-        self.total += 2 + rows + columns
+        self._count(x, 2 + rows + columns)
         return fp8_cast.cast(x, scale, rows=rows, columns=columns, **rest)
 
     def scales_of_lines(self, x: Tensor, **rest: Any) -> Any:
-        self.total += 2
+        self._count(x, 2)
         return fp8_cast.scales_of_lines(x, **rest)
 
     def cast_lines(self, x: Tensor, *scales: Tensor, **rest: Any) -> Any:
-        self.total += 2 + 2
+        self._count(x, 2 + 2)
         return fp8_cast.cast_lines(x, *scales, **rest)
 
     def quantise_short_lines(self, x: Tensor, **rest: Any) -> Any:
-        self.total += 2 + 2
+        self._count(x, 2 + 2)
         return fp8_cast.quantise_short_lines(x, **rest)
 
+    def layer(self, recipe: str) -> Fp8Linear:
+        """A layer that asks here, in a step that is not its first."""
+        cast = replace(
+            REGISTRY["fp8_cast"]["reference"],
+            scale=self.scale,
+            cast=self.cast,
+            scales_of_lines=self.scales_of_lines,
+            cast_lines=self.cast_lines,
+            quantise_short_lines=self.quantise_short_lines,
+        )
+        memory = None
+        if recipe == "delayed":
+            memory = Fp8Memory(torch.ones(2), torch.zeros(2), torch.zeros(1, dtype=torch.int64), fresh=frozenset())
+        form = Fp8Form(recipe, "e4m3", 0, cast, scaled_product)
+        return Fp8Linear(form, Fp8Shared(is_recording=True), memory=memory)
 
-def passes_of(recipe: str, role: Role, *, apart: bool = False) -> int:
-    """Of what a layer quantises in a step that is not its first. `apart`: each layout by itself."""
+
+def passes_of(recipe: str, role: Role, *layouts: str) -> float:
+    """Bytes of a number of what a layer quantises, in one pass for each of the `layouts`."""
     counted = CountedPasses()
-    cast = replace(
-        REGISTRY["fp8_cast"]["reference"],
-        scale=counted.scale,
-        cast=counted.cast,
-        scales_of_lines=counted.scales_of_lines,
-        cast_lines=counted.cast_lines,
-        quantise_short_lines=counted.quantise_short_lines,
-    )
-    memory = None
-    if recipe == "delayed":
-        memory = Fp8Memory(torch.ones(2), torch.zeros(2), torch.zeros(1, dtype=torch.int64), fresh=frozenset())
-    form = Fp8Form(recipe, "e4m3", 0, cast, scaled_product)
-    layer = Fp8Linear(form, Fp8Shared(is_recording=True), memory=memory)
+    layer = counted.layer(recipe)
     x = torch.randn(M, K, dtype=torch.bfloat16)
-    if apart:
-        layer.quantise(x, role, columns=False)
-        layer.quantise(x, role, rows=False)
-    else:
-        layer.quantise(x, role)
-    return counted.total
+    for layout in layouts:
+        layer.quantise(x, role, rows="rows" in layout, columns="columns" in layout)
+    return counted.total / x.numel()
 
 
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_passes_of_kernels(recipe: str) -> None:
     for role in REMEMBERED:
-        assert passes_of(recipe, role) == FP8_CAST[recipe], role
+        assert passes_of(recipe, role, "rows and columns") == FP8_CAST[recipe], role
+        assert passes_of(recipe, role, "rows") == passes_of(recipe, role, "columns") == FP8_CAST_ALONE[recipe], role
         if not has_one_scale(recipe):
-            assert passes_of(recipe, role, apart=True) == FP8_CAST_APART[recipe], role
-    assert passes_of(recipe, "weight") == FP8_WEIGHT_CAST[recipe]
+            assert passes_of(recipe, role, "rows", "columns") == FP8_CAST_APART[recipe], role
+    assert passes_of(recipe, "weight", "rows and columns") == FP8_WEIGHT_CAST[recipe]
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["behind others", "the first trained"])
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_a_layer_quantises_what_its_gradients_need(recipe: str, is_frozen: bool, is_first: bool) -> None:
+    """Of a frozen weight neither its input nor its gradient in columns; before what is trained nothing of gradients."""
+    counted = CountedPasses()
+    fp8 = counted.layer(recipe)
+    layer = Linear(K, N).to(torch.bfloat16)
+    nn.init.normal_(layer.weight)
+    layer.weight.requires_grad_(not is_frozen)
+    layer.fp8 = Fp8Use(fp8.ticket, recipe, "e4m3")
+    x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=not is_first)
+    y = layer(x)
+    forward = counted.total
+    if y.requires_grad:
+        y.backward(torch.randn(M, N, dtype=torch.bfloat16))
+
+    product = Product(M, N, K, "fp8", makes_input_gradient=not is_first, makes_weight_gradient=not is_frozen)
+    on_a_gpu = ("kernels.fp8_cast=triton", "kernels.scaled_product=torch", f"precision.recipe={recipe}")
+    planned = fp8_bytes(shaped("llama3_8b_half", *on_a_gpu, precision="fp8", global_batch=1), [product])
+    assert planned == (forward, counted.total - forward)

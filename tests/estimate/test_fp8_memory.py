@@ -88,9 +88,9 @@ def test_kept_bytes_of_layers(recipe: str) -> None:
         assert kept_by(built.model, number, x) == counted + layer.in_fp8 * scales, number
 
 
-def writing_spec(*, norm: str, sequence: bool) -> Spec:
+def writing_spec(*, norm: str, sequence: bool, trainable: str = "") -> Spec:
     """Of two ranks that divide products and maybe tokens; a micro batch is one sequence. What makes inputs and
-    gradients of the layer in the middle writes them in fp8."""
+    gradients of the layer in the middle writes them in fp8. `trainable`: see Case."""
     kernels = {"kernels.norm": norm, "kernels.gated": "triton", "kernels.rope": "triton"}
     case = Case(
         tp=2,
@@ -99,6 +99,7 @@ def writing_spec(*, norm: str, sequence: bool) -> Spec:
         n_layers=3,
         accumulate=SEQUENCES,
         attention="sdpa",
+        trainable=trainable,
         also=tuple(kernels.items()),
     )
     precision = Fp8Precision(kind="fp8", recipe="delayed", format="e4m3")
@@ -147,10 +148,12 @@ class BytesOfOperations(TorchDispatchMode):
         return made
 
 
+@pytest.mark.parametrize("trainable", ["", "norms"], ids=["all", "norms"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_bytes_that_move_around_gathered_tokens(sequence: bool) -> None:
-    """Of norms and the sums before them, of casts, and of what is turned round behind a gather."""
-    spec = writing_spec(norm="triton", sequence=sequence)
+def test_bytes_that_move_around_gathered_tokens(sequence: bool, trainable: str) -> None:
+    """Of norms and the sums before them, of casts, and of what is turned round behind a gather. Nobody turns what
+    frozen weights multiply."""
+    spec = writing_spec(norm="triton", sequence=sequence, trainable=trainable)
     d_model = spec.model.d_model
     own = TOKENS // 2 if sequence else TOKENS
     with fake_world(0, 2), plain_producers():
@@ -172,8 +175,8 @@ def test_bytes_that_move_around_gathered_tokens(sequence: bool) -> None:
     # the sum behind the last product
     last_sum = 3 * own * d_model * 2
     assert forward.found["norm_into_fp8"] + last_sum == norms.forward_bytes
-    # both norms write a byte of each number, and another one where nobody gathers it
-    layouts = 1 if sequence else 2
+    # both norms write a byte of each number, and another one for weight gradients where nobody gathers it
+    layouts = 1 if sequence or trainable else 2
     assert forward.found["norm_into_fp8"] == own * d_model * (2 + 3 * 2 + 2 * layouts)
 
     products = [product for part in parts for product in part.products]
@@ -185,7 +188,7 @@ def test_bytes_that_move_around_gathered_tokens(sequence: bool) -> None:
     else:
         assert not moved
     # what a norm does not write its ranks cast: their own tokens in rows, or all in both layouts
-    plain = as_on_a_gpu(writing_spec(norm="reference", sequence=sequence))
+    plain = as_on_a_gpu(writing_spec(norm="reference", sequence=sequence, trainable=trainable))
     of_plain = [product for part in layer_parts(plain, layer, in_fp8=True) for product in part.products]
     assert fp8_bytes(plain, of_plain).backward == planned.backward
     assert fp8_bytes(plain, of_plain).forward - planned.forward == 2 * own * d_model * (2 + layouts)

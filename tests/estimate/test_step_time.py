@@ -10,6 +10,7 @@ from megaspec.estimate.layer_time import collective_seconds
 from megaspec.estimate.step_kinds import rank_work
 from megaspec.estimate.step_time import exposed_collectives, step_time
 from megaspec.estimate.throughput import throughput_of
+from megaspec.estimate.trained import facts_of
 from megaspec.estimate.work import fp8_bytes, layer_parts
 from tests.benchmarks import tables
 from tests.resolve.planned import filled, shaped
@@ -324,6 +325,26 @@ def test_of_scales_of_lines_each_rank_casts_its_tokens_twice_and_turns_those_of_
     forward = sum(10 / 2 * k for _, k in divides_outputs) + sum(6 * k for _, k in divides_inputs)
     backward = sum(6 * n + 2 * k for n, k in divides_outputs) + sum(6 * n for n, _ in divides_inputs)
     assert found == (8192 * forward + 6 * weights, 8192 * backward)
+
+
+@pytest.mark.parametrize(("name", "of_number"), [("rowwise", 5), ("tensorwise", 5), ("delayed", 3)])
+def test_frozen_weights_have_no_columns_cast(name, of_number):
+    """Sequence parallel: ranks cast their tokens in rows alone, and turn nothing round."""
+    frozen = "train.trainable=['*norm*']"
+    plain = [f"kernels.{operation}=reference" for operation in ("norm", "gated", "rope")]
+    words = (f"precision.recipe={name}", "parallelism.tp=2", "parallelism.sequence_parallel=true", frozen, *plain)
+    recipe = shaped("llama3_8b_half", *words, precision="fp8", gpus=2)
+    products = []
+    for part in layer_parts(recipe, facts_of(recipe).layers[1], in_fp8=True):
+        products += part.products
+    divides_outputs = [(6144 // 2, 4096), (28672 // 2, 4096)]
+    divides_inputs = [(4096, 4096 // 2), (4096, 14336 // 2)]
+    weights = sum(n * k for n, k in (*divides_outputs, *divides_inputs))
+    forward = sum(of_number / 2 * k for _, k in divides_outputs) + sum(of_number * k for _, k in divides_inputs)
+    # outputs that ranks gather in fp8: each casts its own tokens
+    gathered = 1 if name == "rowwise" else 2
+    backward = sum(of_number * n for n, _ in divides_outputs) + sum(of_number / gathered * n for n, _ in divides_inputs)
+    assert fp8_bytes(recipe, products) == (8192 * forward + 6 * weights, 8192 * backward)
 
 
 def test_of_scales_of_blocks_each_layout_of_gathered_tokens_is_cast_by_itself():

@@ -206,7 +206,6 @@ _FP8 = ("precision.kind=fp8",)
             "data.seq_len=100 · 2 sequences of a micro batch must be a multiple of 16",
         ),
         (("precision.gather_fp8=true",), H200, "set precision.gather_fp8=false, or parallelism.dp_strategy=fsdp"),
-        (("precision.margin=1",), H200, "it is tensorwise; drop it, or set precision.recipe=delayed"),
         (
             ("optim.formats.exp_avg=bf16",),
             H200,

@@ -11,12 +11,13 @@ from megaspec.resolve.beside import with_rules
 from megaspec.resolve.resolver import settle
 from megaspec.rules.examples import EXAMPLES, FACTS, H200
 from megaspec.rules.table import RULES
-from megaspec.rules.unread import NEEDS, NEEDS_OF_SETS, setting_at, unmet_needs
+from megaspec.rules.unread import NEEDS, NEEDS_OF_SETS, no_longer_read, setting_at, unmet_needs
 from tests.rules.composed import composed
 
 CODES = [code for code in RULES if code.startswith("unread-")]
 EXPERTS = "model.moe={n_experts: 8, top_k: 2}"
 MERGE = "kernels.attention_merge=reference"
+ALL_IN_FP8 = ("precision.first_layers_bf16=0", "precision.last_layers_bf16=0")
 # What some run refuses -> the reasons and ways out that are told.
 REFUSED = {
     ("kernels.scaled_product=cublaslt", "precision=bf16"): (
@@ -27,6 +28,15 @@ REFUSED = {
         "kernels.scaled_grouped=reference is not read: precision.kind=bf16 computes nothing in fp8, and model.moe=null,"
         " the model has no experts; set kernels.scaled_grouped=auto, or precision=fp8 and give the model experts with"
         " model.moe"
+    ),
+    ("precision.margin=2", "precision=fp8", "precision.recipe=rowwise"): (
+        "precision.margin=2 is not read: precision.recipe=rowwise fits scales to the elements at hand;"
+        " set precision.margin=0, or precision.recipe=delayed"
+    ),
+    ("kernels.linear=reference", "precision=fp8", *ALL_IN_FP8): (
+        "kernels.linear=reference is not read: precision.first_layers_bf16=0 and precision.last_layers_bf16=0 have"
+        " kernels.fp8_cast and kernels.scaled_product compute all linear layers; set kernels.linear=auto, or"
+        " precision.first_layers_bf16=1"
     ),
     (MERGE, "parallelism.cp=2", "parallelism.context.kind=all_to_all"): (
         "kernels.attention_merge=reference is not read: parallelism.context.kind=all_to_all attends to whole sequences;"
@@ -44,6 +54,10 @@ REFUSED = {
 }
 READ = [
     (MERGE, "parallelism.cp=2"),
+    ("kernels.linear=reference", "precision=bf16"),
+    ("kernels.linear=reference", "precision=fp8"),
+    # what says that it is not te
+    ("kernels.linear=torch", "precision=fp8", *ALL_IN_FP8),
     ("kernels.grouped=reference", EXPERTS),
     ("kernels.unpermute=reference", EXPERTS),
     ("kernels.gated=reference",),
@@ -53,6 +67,8 @@ READ = [
     ("kernels.scaled_grouped=reference", "precision=fp8", EXPERTS),
     ("kernels.adamw=reference",),
     ("kernels.adamw=reference", "optim=muon"),
+    ("precision.amax_history=16", "precision=fp8", "precision.recipe=delayed"),
+    ("precision.margin=2", "precision=fp8", "precision.recipe=delayed"),
     ("parallelism.bucket_mb=50", "parallelism.dp_strategy=replicate"),
     ("parallelism.bucket_mb=50", "parallelism.dp_strategy=zero1"),
     ("parallelism.bucket_mb=50", "parallelism.dp_strategy=auto"),
@@ -141,9 +157,24 @@ def test_beside_a_value_of_the_wrong_type_it_is_told_too_but_for_a_run_that_goes
 
 
 def test_every_setting_of_the_table_is_one():
-    made: Recipe = composed("hello", ()).recipe
+    made: Recipe = composed("hello", ("precision=fp8",)).recipe
     for key, needs in NEEDS.items():
         if key != "data.download_dir":  # of the kinds that have files
             section: BaseModel = getattr(made, key.partition(".")[0])
             assert key.partition(".")[2] in type(section).model_fields
         assert set(unmet_needs(key, made)) <= set(needs)
+
+
+def test_what_a_recipe_no_longer_reads_is_told_once():
+    """What it never read is nothing new; what nobody set is no loss."""
+    delayed = ("precision=fp8", "precision.recipe=delayed", "precision.amax_history=16", "kernels.grouped=reference")
+    before = composed("hello", delayed).recipe
+    saved = before.model_dump(mode="json")
+
+    def told(*words: str) -> list[str]:
+        return no_longer_read(before, recompose(saved, "recipe.json", words).recipe)
+
+    assert told("precision.recipe=rowwise") == [
+        "precision.amax_history=16 is not read: precision.recipe=rowwise fits scales to the elements at hand"
+    ]
+    assert told("precision=bf16") == told("optim.lr=1e-3") == []

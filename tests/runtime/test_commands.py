@@ -286,6 +286,39 @@ def contents(folder: Path) -> dict[str, bytes]:
 SHORT = ("recipe=tiny", "train.steps=4", "train.eval_every=0", "train.sample=null", "checkpoint.every=2")
 
 
+ALONE = ("parallelism.tp=1", "launcher.ranks=1")
+FP8 = ("precision=fp8", "precision.recipe=delayed", "precision.first_layers_bf16=0", "precision.last_layers_bf16=0")
+DELAYED = (*SHORT, *ALONE, "data.seq_len=16", *FP8, "precision.amax_history=4")
+STAYS = "what delayed scales remember there stays behind"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("precision.recipe=tensorwise", f"precision.recipe=tensorwise fits scales to the elements at hand; {STAYS}\n"),
+        ("precision=bf16", f"; {STAYS}\n"),
+    ],
+)
+def test_a_fork_of_delayed_scales_takes_another_recipe(megaspec, capfd, word, said):
+    """It is told what of the run it has no use for, goes on from its own checkpoint, and finds its history again."""
+    name = word.partition("=")[2]
+    assert megaspec("train", *DELAYED, f"name=delayed-{name}") == 0
+    assert megaspec("resume", f"runs/delayed-{name}", word) == 64
+    assert "changes the experiment" in capfd.readouterr().err
+    assert megaspec("resume", f"runs/delayed-{name}", "--fork", name, word, "train.steps=6") == 0
+    out = capfd.readouterr().out
+    assert said in out
+    assert ("precision.amax_history=4 is not read: " in out) == (name == "tensorwise")
+    with Store(Path("runs", name)).newest_good(SoloComm(), repair=False) as reader:
+        assert not [stored for stored in reader.names() if stored.startswith("fp8/")]
+    assert megaspec("resume", f"runs/{name}", "train.steps=8") == 0
+    capfd.readouterr()
+    assert megaspec("resume", f"runs/{name}", "--fork", f"{name}-back", *FP8, "train.steps=10") == 0
+    told = capfd.readouterr()
+    assert "delayed scales begin anew" in told.err
+    assert STAYS not in told.out
+
+
 def test_a_place_for_copies_is_one_runs(megaspec, capfd):
     copies = Path("copies").resolve()
     there = f"checkpoint.copy_to=file://{copies}"
