@@ -412,8 +412,21 @@ def _sharing(parallelism: ParallelismSpec) -> Sharing:
     )
 
 
+# Graphs that torch makes of a block at most. Each kind of layer has its own (its window, its positions, fp8 or bf16),
+# with gradients and without, and another one once a size varies: up to three with packed documents. 4 kinds of layers
+# make 16. torch's own limit is 8, behind which it runs what is new without compiling, and tells it in a warning alone.
+GRAPHS_OF_BLOCK = 256
+
+
 def _compile_blocks(chunks: Sequence[Decoder], *, for_later: bool) -> None:
     """`for_later`: weight gradients may be deferred, with what they multiply."""
+    # here: it loads the compiler, which takes a second
+    from torch._dynamo import config as dynamo_config
+
+    dynamo_config.recompile_limit = GRAPHS_OF_BLOCK
+    dynamo_config.accumulated_recompile_limit = GRAPHS_OF_BLOCK
+    # an error in place of blocks that run uncompiled, slowly and in more memory
+    dynamo_config.fail_on_recompile_limit_hit = True
     if for_later:
         functorch_config.donated_buffer = False
     options = COMPILED_FOR_LATER if for_later else COMPILED
