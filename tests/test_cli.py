@@ -17,6 +17,7 @@ from megaspec.commands import starting
 from megaspec.core.errors import RecipeError
 from megaspec.launcher.exit_file import read_exit
 from megaspec.run_folder import is_run, make_folder, newest_step, read_run, write_run
+from tests.warm import warm_command
 
 ROOT = Path(__file__).parents[1]
 PATH = os.pathsep.join(str(ROOT / p) for p in ("", "kernels", "launchers"))
@@ -398,15 +399,14 @@ def test_ranks_that_torchrun_started_train_one_run(tmp_path):
     run = read_run(Path("runs/world"))
     assert (run.spec.world_size, newest_step(run.folder)) == (2, 2)
     assert done.stdout.count("\ndecided  ") == 1
-    failing = subprocess.run(
-        command.replace("'train.steps=2'", "optim.lrr=1").replace("--nproc-per-node 2", "--nproc-per-node 1"),
-        shell=True,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert failing.returncode != 0
-    assert failing.stderr.count("did you mean lr?") >= 1
+    # what torchrun tells a rank, and what it starts
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "job"}
+    words = ["train", *tiny("launcher.ranks=auto", "run_dir=runs/other", "optim.lrr=1")]
+    failing = warm_command(words, cwd=tmp_path, env=environment | place | store)
+    assert failing.returncode == 64
+    assert failing.stderr.count("did you mean lr?") == 1
+    assert not Path("runs/other").exists()
 
 
 def test_two_values_for_one_key_are_refused_and_the_same_word_twice_is_not(capsys):

@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -87,7 +87,7 @@ def in_recipe(words: list[str], config_dirs: list[str]) -> Stated | None:
 
 def explain_key(key: str, recipe: Stated | None) -> Iterator[tuple[str, str]]:
     """Lines about a key, or about a section and its keys. RecipeError: there is no such key."""
-    every = list(fields_of(Recipe))
+    every = fields_of(Recipe)
     found = [field for field in every if same_path(field.path, key)]
     if not found:
         raise RecipeError([Problem(key, f"{key}: {_nearest(key, every)}", code="key.unknown")])
@@ -205,7 +205,7 @@ def _value(key: str, recipe: Stated) -> Iterator[tuple[str, str]]:
     yield f"in {recipe.recipe.name}", f"{shown}   ({origin})"
 
 
-def _keys_of(found: list[FieldAt], every: list[FieldAt]) -> Iterator[tuple[str, str]]:
+def _keys_of(found: list[FieldAt], every: Sequence[FieldAt]) -> Iterator[tuple[str, str]]:
     """The keys of a section, each with the beginning of its description; and which kinds have it, where not all do."""
     sections = set()
     for field in found:
@@ -253,7 +253,7 @@ def _is_chosen(field: FieldAt, content: Mapping[str, Any]) -> bool:
     return str(value_at(content, kind_key)) in kinds.replace(" or ", ", ").split(", ")
 
 
-def _nearest(key: str, every: list[FieldAt]) -> str:
+def _nearest(key: str, every: Sequence[FieldAt]) -> str:
     """What a word that is neither a key nor a code may have been meant to be."""
     paths = _distinct(field.path for field in every)
     section, _, name = key.rpartition(".")

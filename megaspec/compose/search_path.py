@@ -12,7 +12,7 @@ from typing import Any
 from megaspec.compose.paths import conf_dir, recipes_dir
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.kinds import annotation_of, is_open
-from megaspec.core.marked_yaml import read_yaml
+from megaspec.core.marked_yaml import MarkedYaml, parse_yaml, read_text
 from megaspec.core.problems import did_you_mean, one_of
 from megaspec.recipe import Recipe
 
@@ -225,15 +225,22 @@ def _inherited_target(entry: str, group: str) -> tuple[str | None, str | None]:
     return target, None
 
 
+# what ships, and a few files more; nobody changes what was read
+@lru_cache(maxsize=256)
+def _parsed(text: str, label: str) -> MarkedYaml:
+    return parse_yaml(text, label=label)
+
+
 def _read(path: Path, *, is_recipe: bool) -> SourceFile:
     label = _label(path)
-    marked = read_yaml(path, label=label)
-    for match in _HEADER.finditer(path.read_text(encoding="utf-8")):
+    text = read_text(path, label=label)
+    marked = _parsed(text, label)
+    for match in _HEADER.finditer(text):
         if not is_recipe or match.group(1) != "_global_":
-            text = (
+            what = (
                 f"@package {match.group(1)}: a recipe is global and a choice belongs to its folder's section; drop it"
             )
-            raise RecipeError([Problem("", text, label, "yaml.package")])
+            raise RecipeError([Problem("", what, label, "yaml.package")])
     body = dict(marked.content)
     defaults = body.pop("defaults", [])
     if not isinstance(defaults, list):

@@ -1,14 +1,15 @@
 """The fields of a recipe's classes, by dotted path, in words: for `explain`, completion and the editor's schema."""
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megaspec.core.kinds import annotation_of, kinds_among, models_of, options_of, tags_of
+from megaspec.core.kinds import all_added, annotation_of, kinds_among, models_of, options_of, tags_of
 from megaspec.core.problems import one_of
 
 # Stands for the number of an entry in the path of a list's entries.
@@ -57,9 +58,20 @@ class FieldAt:
         return _words(self.info.annotation, self.info.metadata)
 
 
-def fields_of(model: type[BaseModel], prefix: str = "", when: str = "") -> Iterator[FieldAt]:
+def fields_of(model: type[BaseModel]) -> tuple[FieldAt, ...]:
     """Every field below a class, each alternative of a section, the entries of lists and named sections included;
     sections first."""
+    return _fields_of(model, all_added())
+
+
+# 860 fields of a recipe, for which `explain` asks once a rule and a composition once a choice
+@lru_cache(maxsize=16)
+def _fields_of(model: type[BaseModel], _: Hashable) -> tuple[FieldAt, ...]:
+    """Anew when a plug-in has added a kind."""
+    return tuple(_fields_in(model))
+
+
+def _fields_in(model: type[BaseModel], prefix: str = "", when: str = "") -> Iterator[FieldAt]:
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         yield FieldAt(path, info, when)
@@ -87,7 +99,7 @@ def _below(annotation: Any, path: str, when: str) -> Iterator[FieldAt]:
         chosen_by = when
         if len(models) > 1 and tags:
             chosen_by = f"{path}.kind={one_of(tags)}"
-        yield from fields_of(model, f"{path}.", chosen_by)
+        yield from _fields_in(model, f"{path}.", chosen_by)
     for option in options_of(annotation):
         if get_origin(option) is tuple:
             yield from _below(get_args(option)[0], f"{path}.{ENTRY}", when)

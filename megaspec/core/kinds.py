@@ -26,6 +26,7 @@ class Kinds:
         self._added: tuple[type[BaseModel], ...] = ()
         self._adapter: TypeAdapter[Any] | None = None
         """Reads all classes; None: not made since one was added."""
+        _EVERY.append(self)
 
     @property
     def ours(self) -> tuple[type[BaseModel], ...]:
@@ -72,6 +73,15 @@ class Kinds:
                 union = Annotated[union, Field(discriminator="kind")]
             self._adapter = TypeAdapter(union)
         return self._adapter
+
+
+# all marks of this process: fields of classes have them
+_EVERY: list[Kinds] = []
+
+
+def all_added() -> tuple[tuple[type[BaseModel], ...], ...]:
+    """What plug-ins have added so far, by mark: what is known of the fields of a class changes with it."""
+    return tuple(kinds.added for kinds in _EVERY)
 
 
 def _no_kind(value: Any) -> PydanticKnownError:

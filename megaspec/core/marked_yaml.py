@@ -63,6 +63,11 @@ def read_yaml(path: Path, *, label: str) -> MarkedYaml:
 
     RecipeError, with file:line: unreadable, too large, too deep, not YAML, not a mapping, or one of the refusals above.
     """
+    return parse_yaml(read_text(path, label=label), label=label)
+
+
+def read_text(path: Path, *, label: str) -> str:
+    """The text of such a file. RecipeError: unreadable, or too large."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -71,10 +76,9 @@ def read_yaml(path: Path, *, label: str) -> MarkedYaml:
     if len(raw) > MAX_BYTES:
         raise RecipeError(f"{label} is larger than {MAX_BYTES} bytes, which no recipe needs")
     try:
-        text = raw.decode()
+        return raw.decode()
     except UnicodeDecodeError as error:
         raise RecipeError(f"{label} is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
-    return parse_yaml(text, label=label)
 
 
 def parse_yaml(text: str, *, label: str) -> MarkedYaml:

@@ -16,7 +16,7 @@ import pytest
 
 from megaspec.launcher import exit_file
 from megaspec_launchers.environment import rank_from_environment
-from megaspec_launchers.node import Node
+from megaspec_launchers.node import CAUSE_SECONDS, Node
 from tests.launchers.jobs import ROOT
 
 # What takes the place of megaspec.cli, for its words behind `--`.
@@ -46,13 +46,20 @@ sys.exit(int(code))
 
 
 def start(
-    folder: Path, *codes: str, node: int = 0, options: tuple[str, ...] = (), **more: str
+    folder: Path,
+    *codes: str,
+    node: int = 0,
+    options: tuple[str, ...] = (),
+    cause_seconds: float = 0.3,
+    **more: str,
 ) -> subprocess.Popen[str]:
-    """Node `node` of two, with two ranks; codes of all four."""
+    """Node `node` of two, with two ranks; codes of all four. `cause_seconds`: for how long it looks for a cause on
+    another node, of which most tests have none."""
     (folder / "cli.py").write_text(TOY)
     program = "import sys, subprocess; from megaspec_launchers import node;"
     program += "Popen = subprocess.Popen;"
     # in place of `-m megaspec.cli`: the toy
+    program += f"node.CAUSE_SECONDS = {cause_seconds};"
     program += "node.subprocess.Popen = lambda c, **k: Popen([c[0], sys.argv[1], *c[4:]], **k);"
     program += "sys.exit(node.main(sys.argv[2:]))"
     words = ["--nodes=2", "--ranks=2", "--rank-from=NODE_RANK", "--host=10.0.0.1", "--port=1234", "--job=77-0"]
@@ -159,7 +166,7 @@ def test_ranks_end_with_their_node(tmp_path):
 def test_a_cause_on_another_node_is_told(tmp_path):
     """Ranks here only miss theirs; the run's folder says why."""
     exit_file.begin(tmp_path, step=3)
-    process = start(tmp_path, "waits", "74")
+    process = start(tmp_path, "waits", "74", cause_seconds=CAUSE_SECONDS)
     places(tmp_path, 2)
     exit_file.end(tmp_path, 76, step=3)
     assert process.wait(60) == 76

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaspec.cli import main
-from megaspec.sweep import child
+from megaspec.sweep import child, driver, hydra_jobs
 from megaspec.sweep.state import Point, SweepFolder
 
 TINY = (
@@ -35,6 +35,9 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("RANK", raising=False)
+    # points of tests are done in hundredths of a second
+    monkeypatch.setattr(driver, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(hydra_jobs, "POLL_SECONDS", 0.02)
 
 
 @pytest.fixture

@@ -113,10 +113,10 @@ def test_a_killed_sweep_goes_on(capsys):
     assert len(starts_of(Path("sweeps/s", points()[1].folder))) == 2
 
 
-def test_points_copy_to_places_of_their_own():
+def test_points_copy_to_places_of_their_own(warm_launches):
     there = Path("copies").resolve()
-    words = ("optim.lr=1e-3,3e-3", "train.steps=2", f"checkpoint.copy_to=file://{there}/")
-    finish(*words)
+    words = (*TINY, "sweep.name=s", "optim.lr=1e-3,3e-3", "train.steps=2", f"checkpoint.copy_to=file://{there}/")
+    assert main(["train", "-m", *words]) == 0
     assert sorted(path.name for path in there.iterdir()) == ["s-01", "s-02"]
     for point in points().values():
         copies = there / point.recipe["name"]
@@ -125,7 +125,7 @@ def test_points_copy_to_places_of_their_own():
         assert saved["checkpoint"]["copy_to"] == f"file://{copies}"
         assert (copies / "checkpoints" / "step-00000002" / "manifest.json").exists()
     # the same command again goes on with them
-    finish(*words)
+    assert main(["train", "-m", *words]) == 0
 
 
 @pytest.mark.slow

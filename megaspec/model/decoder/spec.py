@@ -128,7 +128,20 @@ class DecoderSpec(TransformerSpec):
     @property
     def facts(self) -> ModelFacts:
         # no cached property: a copy of a spec with other options would keep it
-        return _facts_of(self)
+        known = _KNOWN.get(id(self))
+        if known is not None and known[0] is self:
+            return known[1]
+        facts = _facts_of(self)
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[id(self)] = (self, facts)
+        return facts
+
+
+# A search asks for the facts of one spec thousands of times, and hashing all that it says takes longer than looking up
+# the object that it is. Each is kept with its facts, so that no other object gets its id.
+_KNOWN: dict[int, tuple[DecoderSpec, ModelFacts]] = {}
+_MOST_KNOWN = 256
 
 
 @lru_cache(maxsize=256)
