@@ -65,6 +65,7 @@ def train_and_evaluate(built: TrainState) -> None:
 def test_every_kind_of_layer_is_compiled_with_gradients_and_without() -> None:
     train_and_evaluate(built_here())
     assert counters["frames"] == {"total": 2 * KINDS, "ok": 2 * KINDS}
+    assert not counters["graph_break"]
 
 
 def test_what_is_beyond_the_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
