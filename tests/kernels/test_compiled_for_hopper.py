@@ -1,0 +1,188 @@
+"""Triton's kernels are compiled for Hopper on a machine without a GPU: ptxas takes each of them, and none that was
+tuned spills more than a few registers.
+
+Triton's interpreter, in which their arithmetic is tested there, knows neither: ptxas 12.8 ended with a segmentation
+fault on casts that the interpreter had passed. Nothing is launched here, so that nothing is said of what they compute.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megaspec_kernels.benches import BENCHES
+from megaspec_kernels.fp8_cast.bench import known_one, unbalanced_ends
+from megaspec_kernels.fp8_cast.tiles import BEST_OF_LARGEST
+from megaspec_kernels.gated.form import GatedForm
+from megaspec_kernels.norm.form import NormForm
+from megaspec_kernels.registry import REGISTRY
+from megaspec_kernels.rope.bench import angles
+from megaspec_kernels.rope.form import Heads
+
+triton = pytest.importorskip("triton", reason="triton has no wheel for this platform")
+tl = triton.language
+pytestmark = [
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton interprets in this process"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU that is here"),
+]
+
+CPU = torch.device("cpu")
+HOPPER = ("cuda", 90, 32)
+CUOBJDUMP = "backends/nvidia/bin/cuobjdump"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# Whole tiles of every kernel, and ends that fill none.
+WHOLE = (256, 512)
+ENDS = ((144, 512), (256, 272), (144, 272))
+# Bytes of a thread, of some 48 to 170 registers of 4 bytes: what Triton 3.6 and 3.7 leave where a limit of registers
+# made a kernel faster (gates' gradients 8, largest elements of lines 24). One that is short of registers has hundreds.
+FEW = 32
+OF_BENCHES = sorted(name for name, bench in BENCHES.items() if "triton" in REGISTRY[name])
+
+
+class Compiled(NamedTuple):
+    kernel: str
+    warps: int
+    stack: int
+    """Bytes of a thread that lie in memory: registers that were spilled."""
+
+
+class Hopper:
+    """What Triton asks a driver for before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return triton.backends.compiler.GPUTarget(*HOPPER)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Compiled]]:
+    """From here on a launch compiles and does no more. -> what was compiled so far."""
+    jit = triton.runtime.jit.JITFunction
+    compile_or_launch = jit.run
+    found: dict[int, tuple[str, Any]] = {}
+
+    def compile_alone(self: Any, *args: Any, **kwargs: Any) -> None:
+        kernel = compile_or_launch(self, *args, **(kwargs | {"warmup": True}))
+        found[id(kernel)] = (self.fn.__name__, kernel)
+
+    monkeypatch.setattr(jit, "run", compile_alone)
+    # what asks for the driver that is there raises where there is none, its own way back among it
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    return lambda: [Compiled(name, kernel.metadata.num_warps, stack_of(kernel)) for name, kernel in found.values()]
+
+
+def stack_of(kernel: Any) -> int:
+    dump = Path(triton.__file__).parent / CUOBJDUMP
+    # it reads no pipe
+    file = Path(kernel.metadata_group[next(name for name in kernel.metadata_group if name.endswith(".cubin"))])
+    done = subprocess.run([dump, "-res-usage", file], capture_output=True, text=True, check=True)
+    (stack,) = re.findall(r"STACK:(\d+)", done.stdout)
+    return int(stack)
+
+
+def spilling(found: list[Compiled]) -> list[Compiled]:
+    assert found
+    return [one for one in found if one.stack > FEW]
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def writers(M: int, K: int) -> dict[str, Callable[[], object]]:
+    """Kernels that write fp8 in both layouts."""
+    e4m3 = known_one(E4M3, CPU)
+    e5m2 = known_one(E5M2, CPU)
+    gate = REGISTRY["gated"]["triton"].producer
+    code = GatedForm("silu").code
+    heads = Heads(4, 2, 128)
+    tokens = [bf16(2, M // 2, count, heads.size) for count in (heads.queries, heads.keys, heads.keys)]
+    turn = REGISTRY["rope"]["triton"].producer
+    norm = REGISTRY["norm"]["triton"].producer
+    rms = NormForm("rms", "scale", 1e-5).code
+    x = bf16(M, K)
+    normed = partial(norm.forward_in_fp8, x, x, bf16(K), None, rms, known=e4m3)
+    cast = REGISTRY["fp8_cast"]["triton"]
+    scale = torch.ones(1, 1)
+    recorded = {"seen": e5m2.seen, "saturated": e5m2.saturated, "scale_copy": torch.ones(1, 1)}
+    return {
+        "gate": partial(gate.forward_in_fp8, bf16(M, 2 * K), code, known=e4m3),
+        "gate's gradient": partial(gate.backward_in_fp8, x, bf16(M, 2 * K), code, known=e5m2),
+        "rotation's gradient": partial(turn.backward_in_fp8, *tokens, *angles(M // 2, half=64, device=CPU), known=e5m2),
+        "norm": normed,
+        "norm, rows alone": partial(normed, columns=False),
+        "cast": partial(cast.cast, x, scale, block=(None, None), dtype=E5M2, columns=True, **recorded),
+        "lines": partial(cast.cast_lines, x, torch.ones(M, 1), torch.ones(1, K), dtype=E5M2),
+        "scales of lines": partial(cast.scales_of_lines, x, dtype=E5M2),
+        "short lines": partial(cast.quantise_short_lines, x, dtype=E5M2),
+        "columns": partial(cast.columns, x.to(E5M2)),
+    }
+
+
+@pytest.mark.parametrize("name", writers(*WHOLE))
+def test_what_writes_fp8(name: str, compiled) -> None:
+    writers(*WHOLE)[name]()
+    assert not spilling(compiled())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ENDS, ids=str)
+def test_what_writes_fp8_where_tiles_are_not_whole(shape: tuple[int, int], compiled) -> None:
+    """These may spill: such shapes are few and small."""
+    for write in writers(*shape).values():
+        write()
+    assert compiled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", OF_BENCHES)
+def test_what_benchmarks_time(operation: str, compiled, monkeypatch) -> None:
+    """In bf16, as on a GPU; of casts all tiles."""
+    bench = BENCHES[operation]
+    module = sys.modules[bench.works.__module__]
+    if hasattr(module, "training_dtype"):
+        monkeypatch.setattr(module, "training_dtype", lambda device: torch.bfloat16)
+    for work in bench.works("triton", CPU):
+        work.call()
+    assert not spilling(compiled())
+
+
+def test_gates_of_experts_that_write_fp8(compiled) -> None:
+    E, R, F = 32, 256, 384
+    groups = REGISTRY["fp8_cast"]["triton"].groups(unbalanced_ends(E, R, CPU), R)
+    weighted = REGISTRY["gated"]["triton"].weighted
+    form = GatedForm("silu")
+    weights = torch.ones(R)
+    weighted.forward_in_fp8(bf16(R, 2 * F), weights, groups, form=form, known=known_one(E4M3, CPU))
+    weighted.gradients_in_fp8(bf16(R, F), bf16(R, 2 * F), weights, groups, form=form, known=known_one(E5M2, CPU))
+    assert not spilling(compiled())
+
+
+def test_a_kernel_that_spills_would_be_seen(compiled) -> None:
+    cast = REGISTRY["fp8_cast"]["triton"]
+    too_few = BEST_OF_LARGEST._replace(registers=24)
+    cast.scales_of_lines(bf16(*WHOLE), dtype=E4M3, tile=too_few)
+    assert [one.kernel for one in spilling(compiled())] == ["amax_of_lines_kernel"]
+
+
+@triton.jit
+def refused_kernel(x_ptr):
+    x = tl.load(x_ptr + tl.arange(0, 128))
+    y = tl.inline_asm_elementwise("no.such.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    tl.store(x_ptr + tl.arange(0, 128), y)
+
+
+def test_a_kernel_that_ptxas_refuses_would_be_seen(compiled) -> None:
+    with pytest.raises(triton.runtime.errors.PTXASError):
+        refused_kernel[(1,)](torch.zeros(128, dtype=torch.int32))
