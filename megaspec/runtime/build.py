@@ -413,9 +413,10 @@ def _sharing(parallelism: ParallelismSpec) -> Sharing:
 
 
 # Graphs that torch makes of a block at most. Each kind of layer has its own (its window, its positions, fp8 or bf16),
-# with gradients and without, and another one once a size varies: up to three with packed documents. 4 kinds of layers
-# make 16. torch's own limit is 8, behind which it runs what is new without compiling, and tells it in a warning alone.
-GRAPHS_OF_BLOCK = 256
+# with gradients and without, and another one once a size varies: up to three with packed documents. So two kinds of
+# layers make 12, and 126 that all differ 756. torch's own limit is 8, behind which it runs what is new without
+# compiling, and tells it in a warning alone.
+GRAPHS_OF_BLOCK = 1024
 
 
 def _compile_blocks(chunks: Sequence[Decoder], *, for_later: bool) -> None:
