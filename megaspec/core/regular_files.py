@@ -21,7 +21,8 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 DISK_ERRORS = NO_ROOM | {errno.EFBIG, errno.EIO, errno.ENOLCK, errno.EREMOTEIO, errno.EROFS, errno.ESTALE}
 # Errors that a file whose server is away has in common with a socket: of a file where the error names one.
 _SERVER_AWAY = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT})
-# Said of a socket and of a device that nothing drives, and of a regular file whose disk is gone.
+# Said of a socket, of a FIFO that nobody reads and of a device that nothing drives, and of a regular file whose disk is
+# gone.
 _NO_DEVICE = frozenset({errno.ENXIO, errno.ENODEV})
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

@@ -134,6 +134,20 @@ def test_a_regular_file_whose_device_is_gone_is_not_taken_for_another_kind(tmp_p
         open_regular(tmp_path / "a")
 
 
+@pytest.mark.parametrize("code", [errno.ENXIO, errno.ENODEV], ids=errno.errorcode.get)
+def test_a_device_that_nothing_drives_is_no_regular_file(tmp_path, monkeypatch, code):
+    # in its place: only root may make a device
+    os.mkfifo(tmp_path / "a")
+
+    def undriven(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "open", undriven)
+    with pytest.raises(OSError, match="is no regular file") as caught:
+        open_regular(tmp_path / "a")
+    assert caught.value.errno == errno.EINVAL
+
+
 def test_kinds_are_checked_of_what_is_there(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "folder").mkdir()

@@ -3,6 +3,7 @@ operation, the bytes that its operations move."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,14 +22,17 @@ from megaspec.estimate.work import (
     PLAIN_FP8_CAST_OF_ROWS,
     ROUNDED,
     SUMMED,
+    PassBytes,
     Product,
     fp8_bytes,
 )
 from megaspec.nn.fp8 import BLOCKS, REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Role, has_one_scale
+from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8
+from megaspec.nn.fp8_te import SCALES
 from megaspec.nn.linear import Linear
 from megaspec_kernels.fp8_cast import reference as fp8_cast
 from megaspec_kernels.fp8_cast.formats import Block, scale_shape
-from megaspec_kernels.registry import REGISTRY
+from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
 from megaspec_kernels.scaled_product.reference import scaled_product
 from tests.resolve.planned import shaped
 
@@ -146,7 +150,7 @@ class CountedPasses:
         return fp8_cast.quantise_short_lines(x, **rest)
 
     def layer(self, recipe: str) -> Fp8Linear:
-        """A layer that asks here, in a step that is not its first."""
+        """A layer that asks here; see layer_with."""
         cast = replace(
             REGISTRY["fp8_cast"]["reference"],
             scale=self.scale,
@@ -155,11 +159,16 @@ class CountedPasses:
             cast_lines=self.cast_lines,
             quantise_short_lines=self.quantise_short_lines,
         )
-        memory = None
-        if recipe == "delayed":
-            memory = Fp8Memory(torch.ones(2), torch.zeros(2), torch.zeros(1, dtype=torch.int64), fresh=frozenset())
-        form = Fp8Form(recipe, "e4m3", 0, cast, scaled_product)
-        return Fp8Linear(form, Fp8Shared(is_recording=True), memory=memory)
+        return layer_with(cast, recipe)
+
+
+def layer_with(cast: Fp8CastKernel, recipe: str) -> Fp8Linear:
+    """A layer in a step that is not its first."""
+    memory = None
+    if recipe == "delayed":
+        memory = Fp8Memory(torch.ones(2), torch.zeros(2), torch.zeros(1, dtype=torch.int64), fresh=frozenset())
+    form = Fp8Form(recipe, "e4m3", 0, cast, scaled_product)
+    return Fp8Linear(form, Fp8Shared(is_recording=True), memory=memory)
 
 
 def passes_of(recipe: str, role: Role, *layouts: str) -> float:
@@ -203,3 +212,61 @@ def test_a_layer_quantises_what_its_gradients_need(recipe: str, is_frozen: bool,
     on_a_gpu = ("kernels.fp8_cast=triton", "kernels.scaled_product=torch", f"precision.recipe={recipe}")
     planned = fp8_bytes(shaped("llama3_8b_half", *on_a_gpu, precision="fp8", global_batch=1), [product])
     assert planned == (forward, counted.total - forward)
+
+
+def planned_of_number(
+    *words: str, is_first: bool = False, is_frozen: bool = False, linear: str = "torch", input_ranks: int = 1
+) -> PassBytes:
+    """What the plan counts for a number of the input and for one of the gradient. `linear`: kernels.linear, installed
+    or not; `input_ranks`: see Product."""
+    # so many tokens that the weight is nothing beside them
+    tokens = 1 << 30
+    product = Product(
+        tokens,
+        N,
+        K,
+        "fp8",
+        makes_input_gradient=not is_first,
+        makes_weight_gradient=not is_frozen,
+        input_ranks=input_ranks,
+    )
+    recipe = shaped("llama3_8b_half", "kernels.scaled_product=torch", *words, precision="fp8", global_batch=1)
+    recipe = recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"linear": linear})})
+    planned = fp8_bytes(recipe, [product])
+    return PassBytes(planned.forward / (tokens * K), planned.backward / (tokens * N))
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["behind others", "the first trained"])
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_plain_casts_of_what_gradients_need(recipe: str, is_frozen: bool, is_first: bool) -> None:
+    layer = layer_with(REGISTRY["fp8_cast"]["reference"], recipe)
+    x = torch.randn(M, K, dtype=torch.bfloat16)
+    forward = moved(lambda: layer.quantise(x, "input", columns=not is_frozen))
+    backward = 0
+    if not (is_first and is_frozen):
+        backward = moved(lambda: layer.quantise(x, "gradient", rows=not is_first, columns=not is_frozen))
+    words = ("kernels.fp8_cast=reference", f"precision.recipe={recipe}")
+    planned = planned_of_number(*words, is_frozen=is_frozen, is_first=is_first)
+    assert planned == pytest.approx((forward / x.numel(), backward / x.numel()), rel=0.01)
+
+
+@pytest.mark.parametrize("linear", ["torch", "te"])
+@pytest.mark.parametrize("recipe", sorted(GRADIENTS_IN_FP8))
+def test_tokens_that_ranks_gather_are_cast_in_rows(recipe: str, linear: str) -> None:
+    """Which have the scale of columns, too: those are made of the bytes of all ranks."""
+    words = ("kernels.fp8_cast=reference", f"precision.recipe={recipe}")
+    in_rows = FP8_CAST_ALONE[recipe] if linear == "te" else PLAIN_FP8_CAST_OF_ROWS[recipe]
+    planned = planned_of_number(*words, linear=linear, input_ranks=2)
+    assert planned.forward == pytest.approx(in_rows / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("recipe", SCALES)
+def test_transformer_engine_makes_rows_in_any_case(recipe: str) -> None:
+    """Columns are made with them, or not at all: see TeFp8Linear.quantise."""
+    both = FP8_CAST[recipe]
+    planned = partial(planned_of_number, f"precision.recipe={recipe}", linear="te")
+    assert planned() == pytest.approx((both, both), rel=1e-3)
+    assert planned(is_first=True) == pytest.approx((both, both), rel=1e-3)
+    assert planned(is_frozen=True) == pytest.approx((both - 1, both - 1), rel=1e-3)
+    assert planned(is_frozen=True, is_first=True) == pytest.approx((both - 1, 0), rel=1e-3)

@@ -327,9 +327,10 @@ def test_of_scales_of_lines_each_rank_casts_its_tokens_twice_and_turns_those_of_
     assert found == (8192 * forward + 6 * weights, 8192 * backward)
 
 
-@pytest.mark.parametrize(("name", "of_number"), [("rowwise", 5), ("tensorwise", 5), ("delayed", 3)])
+@pytest.mark.parametrize(("name", "of_number"), [("rowwise", 5), ("tensorwise", 5), ("delayed", 3), ("blockwise", 5)])
 def test_frozen_weights_have_no_columns_cast(name, of_number):
-    """Sequence parallel: ranks cast their tokens in rows alone, and turn nothing round."""
+    """Sequence parallel: ranks cast their tokens in rows alone, blockwise all that they gather, and turn nothing
+    round."""
     frozen = "train.trainable=['*norm*']"
     plain = [f"kernels.{operation}=reference" for operation in ("norm", "gated", "rope")]
     words = (f"precision.recipe={name}", "parallelism.tp=2", "parallelism.sequence_parallel=true", frozen, *plain)
@@ -340,9 +341,11 @@ def test_frozen_weights_have_no_columns_cast(name, of_number):
     divides_outputs = [(6144 // 2, 4096), (28672 // 2, 4096)]
     divides_inputs = [(4096, 4096 // 2), (4096, 14336 // 2)]
     weights = sum(n * k for n, k in (*divides_outputs, *divides_inputs))
-    forward = sum(of_number / 2 * k for _, k in divides_outputs) + sum(of_number * k for _, k in divides_inputs)
-    # outputs that ranks gather in fp8: each casts its own tokens
-    gathered = 1 if name == "rowwise" else 2
+    # what ranks gather in fp8: each casts its own tokens
+    gathered = 1 if name == "blockwise" else 2
+    forward = sum(of_number / gathered * k for _, k in divides_outputs) + sum(of_number * k for _, k in divides_inputs)
+    # the same of outputs' gradients
+    gathered = 2 if name in ("tensorwise", "delayed") else 1
     backward = sum(of_number * n for n, _ in divides_outputs) + sum(of_number / gathered * n for n, _ in divides_inputs)
     assert fp8_bytes(recipe, products) == (8192 * forward + 6 * weights, 8192 * backward)
 

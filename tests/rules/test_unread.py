@@ -167,14 +167,14 @@ def test_every_setting_of_the_table_is_one():
 
 def test_what_a_recipe_no_longer_reads_is_told_once():
     """What it never read is nothing new; what nobody set is no loss."""
-    delayed = ("precision=fp8", "precision.recipe=delayed", "precision.amax_history=16", "kernels.grouped=reference")
+    settings = ("precision.amax_history=16", "precision.margin=2")
+    delayed = ("precision=fp8", "precision.recipe=delayed", *settings, "kernels.grouped=reference")
     before = composed("hello", delayed).recipe
     saved = before.model_dump(mode="json")
 
     def told(*words: str) -> list[str]:
         return no_longer_read(before, recompose(saved, "recipe.json", words).recipe)
 
-    assert told("precision.recipe=rowwise") == [
-        "precision.amax_history=16 is not read: precision.recipe=rowwise fits scales to the elements at hand"
-    ]
+    why = "precision.recipe=rowwise fits scales to the elements at hand"
+    assert told("precision.recipe=rowwise") == [f"{word} is not read: {why}" for word in settings]
     assert told("precision=bf16") == told("optim.lr=1e-3") == []

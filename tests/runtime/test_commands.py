@@ -313,10 +313,22 @@ def test_a_fork_of_delayed_scales_takes_another_recipe(megaspec, capfd, word, sa
         assert not [stored for stored in reader.names() if stored.startswith("fp8/")]
     assert megaspec("resume", f"runs/{name}", "train.steps=8") == 0
     capfd.readouterr()
+    assert megaspec("resume", f"runs/{name}", "--fork", f"{name}-slower", "optim.lr=1e-4", "train.steps=10") == 0
+    # there is nothing left to stay behind
+    assert STAYS not in capfd.readouterr().out
     assert megaspec("resume", f"runs/{name}", "--fork", f"{name}-back", *FP8, "train.steps=10") == 0
     told = capfd.readouterr()
     assert "delayed scales begin anew" in told.err
     assert STAYS not in told.out
+
+
+def test_a_fork_that_keeps_delayed_scales_goes_on_with_them(megaspec, capfd):
+    assert megaspec("train", *DELAYED, "name=delayed") == 0
+    assert megaspec("resume", "runs/delayed", "--fork", "slower", "optim.lr=1e-4", "train.steps=6") == 0
+    told = capfd.readouterr()
+    assert "begin anew" not in told.err
+    assert STAYS not in told.out
+    assert "is not read" not in told.out
 
 
 def test_a_place_for_copies_is_one_runs(megaspec, capfd):
