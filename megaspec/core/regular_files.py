@@ -19,7 +19,8 @@ from megaspec.core.errors import WriteError
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Errors of a disk that is full or fails, or of a file server that is away: nothing is wrong with what was asked for.
 DISK_ERRORS = NO_ROOM | {errno.EFBIG, errno.EIO, errno.ENOLCK, errno.EREMOTEIO, errno.EROFS, errno.ESTALE}
-# Errors that a file whose server is away has in common with a socket: of a file where the error names one.
+# Errors that a file whose server is away has in common with a socket: of a file where the error names one, as are those
+# below.
 _SERVER_AWAY = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT})
 # Said of a socket, of a FIFO that nobody reads and of a device that nothing drives, and of a regular file whose disk is
 # gone.
@@ -36,8 +37,8 @@ _TEXTS = {
 def disk_failure(error: OSError) -> WriteError | None:
     """What to raise in place of an error of a file operation that nobody has dealt with: a disk that is full or fails
     is no internal error. None: it is no error of a disk."""
-    is_servers = error.errno in _SERVER_AWAY and error.filename is not None
-    if error.errno not in DISK_ERRORS and not is_servers:
+    is_of_a_file = error.errno in _SERVER_AWAY | _NO_DEVICE and error.filename is not None
+    if error.errno not in DISK_ERRORS and not is_of_a_file:
         return None
     what = error.filename or "a file"
     deed = "can't be written" if error.errno in NO_ROOM | {errno.EFBIG} else "can't be read or written"

@@ -86,8 +86,8 @@ def _asks_for_linear(recipe: Recipe) -> bool:
         return True
     for layer in model.facts.kinds:
         for linear in layer.linears:
-            # routers, and experts that tokens choose, have operations of their own
-            if not linear.takes_fp8 and not linear.in_fp32 and linear.tokens != "routed":
+            # routers have an operation of their own
+            if not linear.takes_fp8 and not linear.in_fp32:
                 return True
     return False
 

@@ -192,9 +192,12 @@ def test_a_file_beside_is_whole_or_not_there(tmp_path):
         (errno.ESTALE, "a", True),
         (errno.EREMOTEIO, "a", True),
         (errno.ETIMEDOUT, "a", True),
+        (errno.ENXIO, "a", True),
+        (errno.ENODEV, "a", True),
         (errno.ENOTCONN, "a", True),
         # of a socket
         (errno.ETIMEDOUT, None, False),
+        (errno.ENXIO, None, False),
         (errno.ENOENT, "a", False),
     ],
 )
