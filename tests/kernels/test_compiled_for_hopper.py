@@ -66,8 +66,10 @@ class Hopper:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Compiled]]:
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[Compiled]]:
     """From here on a launch compiles and does no more. -> what was compiled so far."""
+    # what was compiled before is compiled anew
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     jit = triton.runtime.jit.JITFunction
     compile_or_launch = jit.run
     found: dict[int, tuple[str, Any]] = {}
