@@ -19,11 +19,10 @@ from megaspec.core.errors import WriteError
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Errors of a disk that is full or fails, or of a file server that is away: nothing is wrong with what was asked for.
 DISK_ERRORS = NO_ROOM | {errno.EFBIG, errno.EIO, errno.ENOLCK, errno.EREMOTEIO, errno.EROFS, errno.ESTALE}
-# Errors that a file whose server is away has in common with a socket: of a file where the error names one, as are those
-# below.
+# Errors that a file whose server is away has in common with a socket: of a file where the error names one.
 _SERVER_AWAY = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT})
-# Said of a socket, of a FIFO that nobody reads and of a device that nothing drives, and of a regular file whose disk is
-# gone.
+# Of a regular file whose disk is gone, and in common with a socket, a FIFO that nobody reads and a device that nothing
+# drives: of a file where the error names one that is opened as one (`open_regular`).
 _NO_DEVICE = frozenset({errno.ENXIO, errno.ENODEV})
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

@@ -42,24 +42,22 @@ class BatchSchedule:
 
     def batch(self, step: int) -> int:
         """Sequences of the step that follows `step` completed ones."""
-        _, _, batch = self._stage(step)
-        return batch
+        return self._stage(step).batch
 
     def consumed(self, step: int) -> int:
         """Sequences that the first `step` steps take."""
-        first_step, first_sample, batch = self._stage(step)
-        return self._moved + first_sample + (step - first_step) * batch
+        stage = self._stage(step)
+        return self._moved + stage.first_sample + (step - stage.first_step) * stage.batch
 
     @property
     def batches(self) -> tuple[int, ...]:
         """Every batch size that occurs, in order."""
         return tuple(stage.batch for stage in self._stages)
 
-    def _stage(self, step: int) -> tuple[int, int, int]:
-        """First step, first sample and batch of the stage that a step lies in."""
+    def _stage(self, step: int) -> _Stage:
+        """The one that a step lies in."""
         for stage in reversed(self._stages):
-            first_step, _, _ = stage
-            if first_step <= step:
+            if stage.first_step <= step:
                 return stage
         assert step >= 0, f"step={step} must not be negative"
         # a ramp that begins later

@@ -32,7 +32,6 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -45,6 +44,7 @@ from megaspec.runtime.step import StepResult
 from megaspec.spec import Spec
 from megaspec_kernels.scaled_product import cublaslt
 from tests.benchmarks import bench_train
+from tests.kernels.pretended import Hopper
 
 ROOT = Path(__file__).parents[2]
 H200 = Target(
@@ -62,19 +62,6 @@ VIEWS = {
 }  # fmt: skip
 # Numbers that lie on the host for a GPU, too.
 ON_HOST = {"_local_scalar_dense"}
-
-
-class _NoGpu:
-    """What Triton asks its driver before a launch."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
 
 class Launches:
@@ -130,7 +117,7 @@ def without_gpu() -> Iterator[Launches]:
     plan = cublaslt.Plan(None, None, None, None, [cublaslt._Found()])
     cublas = SimpleNamespace(cublasLtMatmul=launches.matmul, cublasLtMatmulDescSetAttribute=_always(0))
     before = driver._active
-    driver.set_active(_NoGpu())
+    driver.set_active(Hopper())
     with ExitStack() as stack:
         for patch in (
             mock.patch.object(JITFunction, "_do_compile", lambda *args: launches.compiled(*args)),

@@ -33,7 +33,8 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
-HOPPER = ("cuda", 90, 32)
+# bench_host.py pretends to have device 0, whose kernels are none
+DEVICE = 90
 CUOBJDUMP = "backends/nvidia/bin/cuobjdump"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Whole tiles of every kernel, and ends that fill none.
@@ -52,23 +53,12 @@ class Compiled(NamedTuple):
     """Bytes of a thread that lie in memory: registers that were spilled."""
 
 
-class Hopper:
-    """What Triton asks a driver for before it compiles."""
-
-    def get_current_device(self) -> int:
-        # compiled kernels are kept by the number of their device: other tests that pretend to have one have another
-        return 90
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget(*HOPPER)
-
-
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[Compiled]]:
     """From here on a launch compiles and does no more. -> what was compiled so far."""
+    # it imports Triton
+    from tests.kernels.pretended import Hopper
+
     # what was compiled before is compiled anew
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     jit = triton.runtime.jit.JITFunction
@@ -81,7 +71,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], li
 
     monkeypatch.setattr(jit, "run", compile_alone)
     # what asks for the driver that is there raises where there is none, its own way back among it
-    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper(DEVICE))
     return lambda: [Compiled(name, kernel.metadata.num_warps, stack_of(kernel)) for name, kernel in found.values()]
 
 

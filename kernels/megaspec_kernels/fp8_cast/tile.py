@@ -24,6 +24,21 @@ if triton is not None:
     # (Triton 3.7), so there the kernel makes the bytes itself.
     INTERPRETED = triton.knobs.runtime.interpret
 
+    # PTX of four numbers in fp32 -> their bytes in 32 bits, the first one's lowest. Of two operands a conversion makes
+    # the first one the upper byte.
+    CONVERT_TO_E4M3 = tl.constexpr("""{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""")
+    CONVERT_TO_E5M2 = tl.constexpr("""{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""")
+
     @triton.jit
     def fp8_bytes(y, mantissa: tl.constexpr, least_exponent: tl.constexpr, largest: tl.constexpr):
         """fp32 -> uint8 in int32, to nearest, ties to even; beyond the largest number the largest, NaN for NaN.
@@ -196,33 +211,10 @@ if triton is not None:
             q_0 = two_rounded(low_0, high_0, largest, mantissa, least_exponent, interpreted)
             q_1 = two_rounded(low_1, high_1, largest, mantissa, least_exponent, interpreted)
             both = two_rows(q_0, q_1, interpreted)
-        elif mantissa == 3:
-            both = tl.inline_asm_elementwise(
-                """{
-                .reg .b16 upper, lower;
-                cvt.rn.satfinite.e4m3x2.f32 upper, $2, $1;
-                cvt.rn.satfinite.e4m3x2.f32 lower, $4, $3;
-                mov.b32 $0, {upper, lower};
-                }""",
-                "=r,f,f,f,f",
-                [low_0, high_0, low_1, high_1],
-                dtype=tl.int32,
-                is_pure=True,
-                pack=1,
-            )
         else:
+            convert: tl.constexpr = CONVERT_TO_E4M3 if mantissa == 3 else CONVERT_TO_E5M2
             both = tl.inline_asm_elementwise(
-                """{
-                .reg .b16 upper, lower;
-                cvt.rn.satfinite.e5m2x2.f32 upper, $2, $1;
-                cvt.rn.satfinite.e5m2x2.f32 lower, $4, $3;
-                mov.b32 $0, {upper, lower};
-                }""",
-                "=r,f,f,f,f",
-                [low_0, high_0, low_1, high_1],
-                dtype=tl.int32,
-                is_pure=True,
-                pack=1,
+                convert, "=r,f,f,f,f", [low_0, high_0, low_1, high_1], dtype=tl.int32, is_pure=True, pack=1
             )
         return both
 
@@ -313,35 +305,9 @@ if triton is not None:
         y = x * inverse + x * 0.0
         if interpreted:
             q = fp8_bytes(y, mantissa, least_exponent, largest).to(tl.uint8)
-        elif mantissa == 3:
-            # of two operands the first becomes the upper byte
-            q = tl.inline_asm_elementwise(
-                """{
-                .reg .b16 low, high;
-                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-                mov.b32 $0, {low, high};
-                }""",
-                "=r,f,f,f,f",
-                [y],
-                dtype=tl.uint8,
-                is_pure=True,
-                pack=4,
-            )
         else:
-            q = tl.inline_asm_elementwise(
-                """{
-                .reg .b16 low, high;
-                cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-                cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-                mov.b32 $0, {low, high};
-                }""",
-                "=r,f,f,f,f",
-                [y],
-                dtype=tl.uint8,
-                is_pure=True,
-                pack=4,
-            )
+            convert: tl.constexpr = CONVERT_TO_E4M3 if mantissa == 3 else CONVERT_TO_E5M2
+            q = tl.inline_asm_elementwise(convert, "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4)
         return q
 
     @triton.jit

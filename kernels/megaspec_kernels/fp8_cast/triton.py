@@ -74,8 +74,8 @@ SMALL_TILE = 64
 PAIRS = 8192
 # Partial results that a program of finish_kernel takes in at a time.
 PARTS = 4096
-# Lines of a program of finish_lines_kernel, and how many parts of each it takes in at most at a time: all of a layer's
-# at once, since it is as long as its loads that wait for each other.
+# Lines of a program of finish_lines_kernel, and how many parts of each it takes in at most at a time: of a layer all,
+# since parts that are taken in later wait for those before.
 LINES = 32
 PARTS_OF_LINES = 256
 
