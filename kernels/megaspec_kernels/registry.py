@@ -202,10 +202,8 @@ class Fp8CastKernel:
     """(x_MK, scale_mk, *, block, dtype, rows, columns, seen, saturated, scale_copy) -> [M, K] and [K, M]"""
     amax_of_lines: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     """(x_MK) -> [M, 1] and [1, K]"""
-    scales_of_lines: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    """(x_MK, *, dtype) -> [M, 1] and [1, K]"""
-    cast_lines: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    """(x_MK, row_scale_M1, column_scale_1K, *, dtype) -> [M, K] and [K, M]"""
+    quantise_lines: Callable[..., Quantised]
+    """(x_MK, *, dtype, amax) -> both layouts and their scales; `amax`: of amax_of_lines, else those of x"""
     quantise_short_lines: Callable[..., Quantised]
     """(x_MK, *, dtype) -> both layouts and their scales"""
     columns: Callable[..., torch.Tensor]
@@ -344,8 +342,7 @@ REGISTRY: dict[str, dict[str, Any]] = {
             fp8_cast_triton.scale,
             fp8_cast_triton.cast,
             amax_of_lines=fp8_cast_triton.amax_of_lines,
-            scales_of_lines=fp8_cast_triton.scales_of_lines,
-            cast_lines=fp8_cast_triton.cast_lines,
+            quantise_lines=fp8_cast_triton.quantise_lines,
             quantise_short_lines=fp8_cast_triton.quantise_short_lines,
             columns=fp8_cast_triton.columns,
             groups=fp8_cast_triton_groups.groups,
@@ -358,8 +355,7 @@ REGISTRY: dict[str, dict[str, Any]] = {
             fp8_cast_reference.scale,
             fp8_cast_reference.cast,
             amax_of_lines=fp8_cast_reference.amax_of_lines,
-            scales_of_lines=fp8_cast_reference.scales_of_lines,
-            cast_lines=fp8_cast_reference.cast_lines,
+            quantise_lines=fp8_cast_reference.quantise_lines,
             quantise_short_lines=fp8_cast_reference.quantise_short_lines,
             columns=fp8_cast_reference.columns,
             groups=fp8_cast_reference_groups.groups,

@@ -304,25 +304,22 @@ class Fp8Linear:
             both = cast.quantise_short_lines(x_MK, dtype=dtype)
             column_scale = scale_in_columns(both.column_scale, SHORT_COLUMN)
             return Fp8Pair(Fp8Tensor(both.rows, both.row_scale), Fp8Tensor(both.columns, column_scale))
-        row_scale, column_scale = self._scales_of_lines(x_MK, role)
-        by_rows, by_columns = cast.cast_lines(x_MK, row_scale, column_scale, dtype=dtype)
-        in_columns = Fp8Tensor(by_columns, scale_in_columns(column_scale, COLUMN))
-        return Fp8Pair(Fp8Tensor(by_rows, row_scale), in_columns)
+        both = cast.quantise_lines(x_MK, dtype=dtype, amax=self._agreed_amax_of_lines(x_MK, role))
+        in_columns = Fp8Tensor(both.columns, scale_in_columns(both.column_scale, COLUMN))
+        return Fp8Pair(Fp8Tensor(both.rows, both.row_scale), in_columns)
 
-    def _scales_of_lines(self, x_MK: Tensor, role: Role) -> tuple[Tensor, Tensor]:
-        """Of each row [M, 1], and of each column [1, K]."""
-        cast = self.form.cast
-        dtype = self.form.dtype(role)
+    def _agreed_amax_of_lines(self, x_MK: Tensor, role: Role) -> tuple[Tensor, Tensor] | None:
+        """Of each row [M, 1], and of each column [1, K], where lines go across ranks. None: x has all of them."""
         rows_cross = self._goes_across_ranks(role, ROW)
         columns_cross = self._goes_across_ranks(role, COLUMN)
         if not (rows_cross or columns_cross):
-            return cast.scales_of_lines(x_MK, dtype=dtype)
-        row_amax, column_amax = cast.amax_of_lines(x_MK)
+            return None
+        row_amax, column_amax = self.form.cast.amax_of_lines(x_MK)
         if rows_cross:
             row_amax = self.largest(row_amax)
         if columns_cross:
             column_amax = self.largest(column_amax)
-        return cast.scale_of(row_amax, dtype), cast.scale_of(column_amax, dtype)
+        return row_amax, column_amax
 
     def for_columns(self, x_MI: Tensor, in_rows: Fp8Tensor) -> Fp8Tensor:
         """An input as it lies, by the scales that it has in columns. `in_rows`: as it was quantised in rows."""

@@ -137,13 +137,9 @@ class CountedPasses:
         self._count(x, 2 + rows + columns)
         return fp8_cast.cast(x, scale, rows=rows, columns=columns, **rest)
 
-    def scales_of_lines(self, x: Tensor, **rest: Any) -> Any:
-        self._count(x, 2)
-        return fp8_cast.scales_of_lines(x, **rest)
-
-    def cast_lines(self, x: Tensor, *scales: Tensor, **rest: Any) -> Any:
-        self._count(x, 2 + 2)
-        return fp8_cast.cast_lines(x, *scales, **rest)
+    def quantise_lines(self, x: Tensor, **rest: Any) -> Any:
+        self._count(x, 2 + 2 + 2)
+        return fp8_cast.quantise_lines(x, **rest)
 
     def quantise_short_lines(self, x: Tensor, **rest: Any) -> Any:
         self._count(x, 2 + 2)
@@ -155,8 +151,7 @@ class CountedPasses:
             REGISTRY["fp8_cast"]["reference"],
             scale=self.scale,
             cast=self.cast,
-            scales_of_lines=self.scales_of_lines,
-            cast_lines=self.cast_lines,
+            quantise_lines=self.quantise_lines,
             quantise_short_lines=self.quantise_short_lines,
         )
         return layer_with(cast, recipe)

@@ -342,15 +342,15 @@ def test_what_ranks_agree_on_is_counted(recipe: str, sequence: bool, monkeypatch
     heard = Counter()
     quantised = []
     scale = Fp8Linear._scale
-    scales_of_lines = Fp8Linear._scales_of_lines
+    agreed_amax_of_lines = Fp8Linear._agreed_amax_of_lines
 
     def scale_of_role(self: Fp8Linear, x_MK: Tensor, role: str, block: object) -> Tensor:
         quantised.append(role)
         return scale(self, x_MK, role, block)
 
-    def scales_of_role(self: Fp8Linear, x_MK: Tensor, role: str) -> tuple[Tensor, Tensor]:
+    def amax_of_role(self: Fp8Linear, x_MK: Tensor, role: str) -> tuple[Tensor, Tensor] | None:
         quantised.append(role)
-        return scales_of_lines(self, x_MK, role)
+        return agreed_amax_of_lines(self, x_MK, role)
 
     def hear(amax: Tensor, group: object) -> Tensor:
         if quantised[-1] != "weight":
@@ -358,7 +358,7 @@ def test_what_ranks_agree_on_is_counted(recipe: str, sequence: bool, monkeypatch
         return amax
 
     monkeypatch.setattr(Fp8Linear, "_scale", scale_of_role)
-    monkeypatch.setattr(Fp8Linear, "_scales_of_lines", scales_of_role)
+    monkeypatch.setattr(Fp8Linear, "_agreed_amax_of_lines", amax_of_role)
     monkeypatch.setattr(strategy, "all_reduce_max", hear)
     size = (spec.train.micro_batch, spec.data.seq_len)
     ids = torch.zeros(size, dtype=torch.int64)

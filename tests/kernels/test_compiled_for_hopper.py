@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megaspec_kernels import dependent_launch
 from megaspec_kernels.benches import BENCHES
 from megaspec_kernels.fp8_cast.bench import known_one, unbalanced_ends
-from megaspec_kernels.fp8_cast.tiles import BEST_OF_LARGEST
+from megaspec_kernels.fp8_cast.tiles import TILES_OF_LARGEST
 from megaspec_kernels.gated.form import GatedForm
 from megaspec_kernels.norm.form import NormForm
 from megaspec_kernels.registry import REGISTRY
@@ -51,6 +52,9 @@ class Compiled(NamedTuple):
     warps: int
     stack: int
     """Bytes of a thread that lie in memory: registers that were spilled."""
+    follows: bool
+    """Whether it is launched while the kernel before it runs, see dependent_launch.py."""
+    ptx: str
 
 
 @pytest.fixture
@@ -72,7 +76,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], li
     monkeypatch.setattr(jit, "run", compile_alone)
     # what asks for the driver that is there raises where there is none, its own way back among it
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper(DEVICE))
-    return lambda: [Compiled(name, kernel.metadata.num_warps, stack_of(kernel)) for name, kernel in found.values()]
+    return lambda: [compiled_of(name, kernel) for name, kernel in found.values()]
+
+
+def compiled_of(name: str, kernel: Any) -> Compiled:
+    ptx = kernel.asm["ptx"]
+    return Compiled(name, kernel.metadata.num_warps, stack_of(kernel), kernel.metadata.launch_pdl, ptx)
 
 
 def stack_of(kernel: Any) -> int:
@@ -87,6 +96,22 @@ def stack_of(kernel: Any) -> int:
 def spilling(found: list[Compiled]) -> list[Compiled]:
     assert found
     return [one for one in found if one.stack > FEW]
+
+
+# What follows another kernel and reads ahead of its end what was there before that one began.
+READ_AHEAD = {"amax_of_lines_kernel", "lines_kernel"}
+
+
+def racing(found: list[Compiled]) -> list[str]:
+    """Kernels that touch memory which the kernel before them may still write or read."""
+    assert found
+    racing = []
+    for one in found:
+        ahead, wait, _ = one.ptx.partition("griddepcontrol.wait")
+        forbidden = r"\b(st|red|atom)\.global" if one.kernel in READ_AHEAD else r"\b(ld|st|red|atom)\.global"
+        if one.follows and (not wait or re.search(forbidden, ahead)):
+            racing.append(one.kernel)
+    return racing
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -116,17 +141,26 @@ def writers(M: int, K: int) -> dict[str, Callable[[], object]]:
         "norm": normed,
         "norm, rows alone": partial(normed, columns=False),
         "cast": partial(cast.cast, x, scale, block=(None, None), dtype=E5M2, columns=True, **recorded),
-        "lines": partial(cast.cast_lines, x, torch.ones(M, 1), torch.ones(1, K), dtype=E5M2),
-        "scales of lines": partial(cast.scales_of_lines, x, dtype=E5M2),
+        "lines": partial(cast.quantise_lines, x, dtype=E5M2),
         "short lines": partial(cast.quantise_short_lines, x, dtype=E5M2),
         "columns": partial(cast.columns, x.to(E5M2)),
+        "scale": partial(cast.scale, x, block=(None, None), dtype=E5M2),
     }
 
 
 @pytest.mark.parametrize("name", writers(*WHOLE))
 def test_what_writes_fp8(name: str, compiled) -> None:
     writers(*WHOLE)[name]()
-    assert not spilling(compiled())
+    found = compiled()
+    assert not spilling(found)
+    assert not racing(found)
+
+
+def test_what_is_launched_while_the_kernel_before_it_runs(compiled) -> None:
+    for write in writers(*WHOLE).values():
+        write()
+    following = {one.kernel for one in compiled() if one.follows}
+    assert following == READ_AHEAD | {"pairs_kernel", "columns_kernel", "finish_kernel"}
 
 
 @pytest.mark.slow
@@ -164,9 +198,23 @@ def test_gates_of_experts_that_write_fp8(compiled) -> None:
 
 def test_a_kernel_that_spills_would_be_seen(compiled) -> None:
     cast = REGISTRY["fp8_cast"]["triton"]
-    too_few = BEST_OF_LARGEST._replace(registers=24)
-    cast.scales_of_lines(bf16(*WHOLE), dtype=E4M3, tile=too_few)
+    too_few = TILES_OF_LARGEST["128x128"]._replace(registers=24)
+    cast.amax_of_lines(bf16(*WHOLE), tile=too_few)
     assert [one.kernel for one in spilling(compiled())] == ["amax_of_lines_kernel"]
+
+
+@triton.jit
+def racing_kernel(x_ptr, waits: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, 128))
+    if waits:
+        dependent_launch.wait_for_kernel_before(True)
+    tl.store(x_ptr + tl.arange(0, 128), x + 1)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_kernel_that_does_not_wait_would_be_seen(waits: bool, compiled) -> None:
+    racing_kernel[(1,)](torch.zeros(128, dtype=torch.int32), waits, launch_pdl=True)
+    assert racing(compiled()) == ["racing_kernel"]
 
 
 @triton.jit

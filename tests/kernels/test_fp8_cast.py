@@ -306,10 +306,9 @@ def test_lines_of_the_reference_are_those_of_the_definition(dtype, shape, wide) 
     row_amax, column_amax = kernel.amax_of_lines(x)
     assert torch.equal(row_amax, x.abs().amax(1, keepdim=True).to(row_amax.dtype))
     assert torch.equal(column_amax, x.abs().amax(0, keepdim=True).to(row_amax.dtype))
-    row_scale, column_scale = kernel.scales_of_lines(x, dtype=dtype)
-    rows, columns = kernel.cast_lines(x, row_scale, column_scale, dtype=dtype)
-    assert torch.equal(rows.double() * row_scale.double(), quantised(x, dtype, ROW))
-    assert torch.equal(columns.double().t() * column_scale.double(), quantised(x, dtype, COLUMN))
+    whole = kernel.quantise_lines(x, dtype=dtype)
+    assert torch.equal(whole.rows.double() * whole.row_scale.double(), quantised(x, dtype, ROW))
+    assert torch.equal(whole.columns.double().t() * whole.column_scale.double(), quantised(x, dtype, COLUMN))
     short = kernel.quantise_short_lines(x, dtype=dtype)
     assert short.row_scale.dtype == short.column_scale.dtype == torch.promote_types(wide, torch.float32)
     assert short.row_scale.t().is_contiguous()
@@ -368,54 +367,54 @@ def test_every_tile_of_triton_makes_the_same_lines(device) -> None:
     for shape in ((128, 256), (144, 272)):
         x = numbers(*shape, torch.bfloat16)
         asked = plain.quantise_short_lines(x, dtype=E4M3)
-        scales = plain.scales_of_lines(x, dtype=E4M3)
-        there = [scale.to(device) for scale in scales]
+        amax = plain.amax_of_lines(x)
         for what, tile in TILES_OF_SHORT_LINES.items():
             with filled_with_nan():
                 found = triton.quantise_short_lines(x.to(device), dtype=E4M3, tile=tile)
             _check_same(found, asked, what)
         for what, tile in TILES_OF_LARGEST.items():
             with filled_with_nan():
-                found_scales = triton.scales_of_lines(x.to(device), dtype=E4M3, tile=tile)
-            _check_same(found_scales, scales, what)
+                found_amax = triton.amax_of_lines(x.to(device), tile=tile)
+            _check_same(found_amax, amax, what)
         for what, tile in TILES_OF_LINES.items():
             with filled_with_nan():
-                lines = triton.cast_lines(x.to(device), *there, dtype=E4M3, tile=tile)
-            _check_same(lines, plain.cast_lines(x, *scales, dtype=E4M3), what)
+                lines = triton.quantise_lines(x.to(device), dtype=E4M3, tile=tile)
+            _check_same(lines, plain.quantise_lines(x, dtype=E4M3), what)
 
 
-def test_scales_of_lines_of_more_tiles_than_a_program_of_triton_takes_at_once(monkeypatch, device) -> None:
+def test_lines_of_many_tiles(device) -> None:
     kernel = kernel_on("triton", device)
-    monkeypatch.setattr(triton, "PARTS_OF_LINES", 2)
-    # five tiles of a row: two, two and one
+    # five tiles of a row
     x = torch.full((16, 4 * 128 + 16), 2.0**-9, dtype=torch.bfloat16)
     # in the first tile of a row, in the third one and in the last one
     x[0, 0] = 3.0
     x[1, 300] = -5.0
     x[2, -1] = 700.0
-    asked = KERNELS["reference"].scales_of_lines(x, dtype=E4M3)
-    with filled_with_nan():
-        found = kernel.scales_of_lines(x.to(device), dtype=E4M3)
-    _check_same(found, asked, "wide")
+    for matrix in (x, x.t().contiguous()):
+        with filled_with_nan():
+            found = kernel.quantise_lines(matrix.to(device), dtype=E4M3)
+        _check_same(found, KERNELS["reference"].quantise_lines(matrix, dtype=E4M3), "wide")
 
 
 @pytest.mark.parametrize("name", list(KERNELS))
-def test_a_wrong_scale_of_a_line_would_be_seen(name, device) -> None:
+def test_a_wrong_amax_of_a_line_would_be_seen(name, device) -> None:
     """In the layout that it belongs to, and nowhere else."""
     kernel = kernel_on(name, device)
     x = numbers(144, 272, torch.bfloat16)
-    row_scale, column_scale = KERNELS["reference"].scales_of_lines(x, dtype=E4M3)
-    asked_rows, asked_columns = KERNELS["reference"].cast_lines(x, row_scale, column_scale, dtype=E4M3)
-    wrong = row_scale.clone()
+    row_amax, column_amax = KERNELS["reference"].amax_of_lines(x)
+    asked = KERNELS["reference"].quantise_lines(x, dtype=E4M3)
+    wrong = row_amax.clone()
     wrong[131] *= 2
-    rows, columns = kernel.cast_lines(x.to(device), wrong.to(device), column_scale.to(device), dtype=E4M3)
-    assert _lines_that_differ(rows, asked_rows) == [131]
-    assert same_bits(columns, asked_columns)
-    wrong = column_scale.clone()
+    found = kernel.quantise_lines(x.to(device), dtype=E4M3, amax=(wrong.to(device), column_amax.to(device)))
+    assert _lines_that_differ(found.rows, asked.rows) == [131]
+    assert same_bits(found.columns, asked.columns)
+    assert (found.row_scale.cpu() != asked.row_scale).nonzero().tolist() == [[131, 0]]
+    wrong = column_amax.clone()
     wrong[:, 257] *= 2
-    rows, columns = kernel.cast_lines(x.to(device), row_scale.to(device), wrong.to(device), dtype=E4M3)
-    assert same_bits(rows, asked_rows)
-    assert _lines_that_differ(columns, asked_columns) == [257]
+    found = kernel.quantise_lines(x.to(device), dtype=E4M3, amax=(row_amax.to(device), wrong.to(device)))
+    assert same_bits(found.rows, asked.rows)
+    assert _lines_that_differ(found.columns, asked.columns) == [257]
+    assert (found.column_scale.cpu() != asked.column_scale).nonzero().tolist() == [[0, 257]]
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (32, 0)], ids=str)
@@ -428,9 +427,9 @@ def test_lines_of_an_empty_matrix(name, shape, device) -> None:
 def test_lines_of_a_matrix_without_memory() -> None:
     x = torch.empty(48, 144, dtype=torch.bfloat16, device="meta")
     for kernel in KERNELS.values():
-        scales = kernel.scales_of_lines(x, dtype=E5M2)
-        assert [tuple(one.shape) for one in scales] == [(48, 1), (1, 144)]
-        assert [tuple(one.shape) for one in kernel.cast_lines(x, *scales, dtype=E5M2)] == [(48, 144), (144, 48)]
+        assert [tuple(one.shape) for one in kernel.amax_of_lines(x)] == [(48, 1), (1, 144)]
+        whole = kernel.quantise_lines(x, dtype=E5M2)
+        assert [tuple(one.shape) for one in whole] == [(48, 144), (48, 1), (144, 48), (1, 144)]
         short = kernel.quantise_short_lines(x, dtype=E5M2)
         assert [tuple(one.shape) for one in short] == [(48, 144), (48, 2), (144, 48), (1, 144)]
 
@@ -442,9 +441,12 @@ def test_lines_of_large_matrices_have_the_reference_s_bits(shape) -> None:
     x[shape[0] // 2, 17] = nan
     plain = KERNELS["reference"]
     kernel = KERNELS["triton"]
-    scales = plain.scales_of_lines(x, dtype=E4M3)
-    _check_same(kernel.scales_of_lines(x, dtype=E4M3), scales)
-    _check_same(kernel.cast_lines(x, *scales, dtype=E4M3), plain.cast_lines(x, *scales, dtype=E4M3))
+    asked = plain.quantise_lines(x, dtype=E4M3)
+    # what is written, while the kernel before still runs: many times, of what was just written
+    for _ in range(20):
+        _check_same(kernel.quantise_lines(x.clone(), dtype=E4M3), asked)
+    amax = kernel.amax_of_lines(x)
+    _check_same(kernel.quantise_lines(x, dtype=E4M3, amax=amax), asked)
     _check_same(kernel.quantise_short_lines(x, dtype=E4M3), plain.quantise_short_lines(x, dtype=E4M3))
 
 
@@ -453,17 +455,16 @@ def _check_lines(kernel: Fp8CastKernel, x: Tensor, dtype: torch.dtype, device: t
     plain = KERNELS["reference"]
     there = x.to(device)
     amax = plain.amax_of_lines(x)
-    scales = plain.scales_of_lines(x, dtype=dtype)
     with filled_with_nan():
         for mine, asked in zip(kernel.amax_of_lines(there), amax, strict=True):
             # which NaN is open
             torch.testing.assert_close(mine.cpu(), asked, rtol=0, atol=0, equal_nan=True)
-        _check_same(kernel.scales_of_lines(there, dtype=dtype), scales)
+        _check_same(kernel.quantise_lines(there, dtype=dtype), plain.quantise_lines(x, dtype=dtype))
         _check_same(kernel.quantise_short_lines(there, dtype=dtype), plain.quantise_short_lines(x, dtype=dtype))
         # also others than those of the lines, by which some saturate
-        for some in (scales, [torch.ones_like(scale) for scale in scales]):
-            found = kernel.cast_lines(there, *(scale.to(device) for scale in some), dtype=dtype)
-            _check_same(found, plain.cast_lines(x, *some, dtype=dtype))
+        for some in (amax, [torch.ones_like(one) for one in amax]):
+            found = kernel.quantise_lines(there, dtype=dtype, amax=[one.to(device) for one in some])
+            _check_same(found, plain.quantise_lines(x, dtype=dtype, amax=some))
 
 
 def _check_same(found: Sequence[Tensor], asked: Sequence[Tensor], what: str = "") -> None:

@@ -34,13 +34,12 @@ def _quantised(kernel: Fp8CastKernel, x_MK: Tensor, block: Block) -> Results:
 
 def _quantised_lines(kernel: Fp8CastKernel, x_MK: Tensor) -> Results:
     """The same where rows and columns have scales of their own."""
-    row_scale, column_scale = kernel.scales_of_lines(x_MK, dtype=E4M3)
-    by_rows, by_columns = kernel.cast_lines(x_MK, row_scale, column_scale, dtype=E4M3)
+    whole = kernel.quantise_lines(x_MK, dtype=E4M3)
     short = kernel.quantise_short_lines(x_MK, dtype=E4M3)
-    wide = row_scale.dtype
+    wide = whole.row_scale.dtype
     return {
-        "out": by_rows.to(wide) * row_scale,
-        "columns": by_columns.t().to(wide) * column_scale,
+        "out": whole.rows.to(wide) * whole.row_scale,
+        "columns": whole.columns.t().to(wide) * whole.column_scale,
         "short rows": short.rows.to(wide) * spread(short.row_scale, SHORT_ROW, x_MK.shape),
         "short columns": short.columns.t().to(wide) * spread(short.column_scale, SHORT_COLUMN, x_MK.shape),
     }
@@ -114,18 +113,21 @@ def _lines(kernel: Fp8CastKernel, device: torch.device, name: str) -> Iterator[W
         compared = [(8192, 4096), (8192, 14336)]
     for M, K in shapes:
         x_MK = torch.randn(M, K, device=device).to(training_dtype(device))
-        scales = kernel.scales_of_lines(x_MK, dtype=E4M3)
+        amax = kernel.amax_of_lines(x_MK)
         read = x_MK.itemsize * M * K
         written = 2 * M * K
         has_tiles = name == "triton" and (M, K) in compared
         for what, form in _forms(TILES_OF_LARGEST if has_tiles else {}):
-            find = _alone(partial(kernel.scales_of_lines, x_MK, dtype=E4M3, **form), device)
-            title = f"scales of all rows and columns, {M} x {K}{what}"
+            find = _alone(partial(kernel.amax_of_lines, x_MK, **form), device)
+            title = f"largest elements of all rows and columns, {M} x {K}{what}"
             yield Work(title, find, read, "bytes", copy_of(read, device))
+        both = _alone(partial(kernel.quantise_lines, x_MK, dtype=E4M3), device)
+        title = f"scales of all rows and columns, cast, both layouts, {M} x {K}"
+        yield Work(title, both, 2 * read + written, "bytes", copy_of(2 * read + written, device))
         amount = read + written
         for what, form in _forms(TILES_OF_LINES if has_tiles else {}):
-            cast = _alone(partial(kernel.cast_lines, x_MK, *scales, dtype=E4M3, **form), device)
-            title = f"cast by scales of rows and of columns, both layouts, {M} x {K}{what}"
+            cast = _alone(partial(kernel.quantise_lines, x_MK, dtype=E4M3, amax=amax, **form), device)
+            title = f"cast by known scales of rows and of columns, both layouts, {M} x {K}{what}"
             yield Work(title, cast, amount, "bytes", copy_of(amount, device))
         for what, form in _forms(TILES_OF_SHORT_LINES if has_tiles else {}):
             both = _alone(partial(kernel.quantise_short_lines, x_MK, dtype=E4M3, **form), device)

@@ -77,18 +77,15 @@ def amax_of_lines(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     return amax(x_MK, block=ROW), amax(x_MK, block=COLUMN)
 
 
-def scales_of_lines(x_MK: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The scales that they make, see scale."""
-    return scale(x_MK, block=ROW, dtype=dtype), scale(x_MK, block=COLUMN, dtype=dtype)
-
-
-def cast_lines(
-    x_MK: Tensor, row_scale_M1: Tensor, column_scale_1K: Tensor, *, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """x in rows [M, K] by a scale for each row, and in columns [K, M] by one for each column, see cast."""
-    rows, _ = cast(x_MK, row_scale_M1, block=ROW, dtype=dtype)
-    _, turned = cast(x_MK, column_scale_1K, block=COLUMN, dtype=dtype, rows=False, columns=True)
-    return rows, turned
+def quantise_lines(x_MK: Tensor, *, dtype: torch.dtype, amax: tuple[Tensor, Tensor] | None = None) -> Quantised:
+    """x in rows [M, K] by a scale for each row [M, 1], and in columns [K, M] by one for each column [1, K]. `amax`:
+    what scales are made of, as amax_of_lines has it, where more is known than x; None: what it makes of x."""
+    row_amax, column_amax = amax_of_lines(x_MK) if amax is None else amax
+    row_scale = scale_of(row_amax, dtype)
+    column_scale = scale_of(column_amax, dtype)
+    rows, _ = cast(x_MK, row_scale, block=ROW, dtype=dtype)
+    _, turned = cast(x_MK, column_scale, block=COLUMN, dtype=dtype, rows=False, columns=True)
+    return Quantised(rows, row_scale, turned, column_scale)
 
 
 def quantise_short_lines(x_MK: Tensor, *, dtype: torch.dtype) -> Quantised:

@@ -63,15 +63,9 @@ if triton is not None:
         return tl.where(y == y, magnitude | sign, 0x7F)
 
     @triton.jit
-    def tile_of_program(tiles_m, tiles_k, below: tl.constexpr):
-        """Of a grid of one axis: the program's tile, down and across. Programs next to each other take so many tiles
-        `below` each other, then those beside them: what they write in rows and what they write in columns is near in
-        memory."""
-        pid = tl.program_id(0)
-        in_group = below * tiles_k
-        first_m = pid // in_group * below
-        rows_in_group = min(tiles_m - first_m, below)
-        return first_m + pid % in_group % rows_in_group, pid % in_group // rows_in_group
+    def tile_of_program(below: tl.constexpr):
+        """Of a grid that grid_of_tiles makes: the program's tile, down and across. Those down may be past the end."""
+        return tl.program_id(2) * below + tl.program_id(0), tl.program_id(1)
 
     @triton.jit
     def inverse_of(scale):
@@ -132,17 +126,9 @@ if triton is not None:
         return low, high
 
     @triton.jit
-    def two_rows(upper, lower, interpreted: tl.constexpr):
+    def two_rows(upper, lower):
         """int16 of each of two rows -> int32, the upper row's half first."""
-        a = upper.to(tl.int32)
-        b = lower.to(tl.int32)
-        if interpreted:
-            both = (a & 0xFFFF) | b << 16
-        else:
-            both = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-            )
-        return both
+        return (upper.to(tl.int32) & 0xFFFF) | lower.to(tl.int32) << 16
 
     @triton.jit
     def columns_of_two_rows(ab, cd, interpreted: tl.constexpr):
@@ -164,8 +150,8 @@ if triton is not None:
     @triton.jit
     def columns_of_rows(q_0, q_1, q_2, q_3, interpreted: tl.constexpr):
         """int16 of two columns in each of four rows -> int32 of four rows of the first column, and of the second."""
-        ab = two_rows(q_0, q_1, interpreted)
-        cd = two_rows(q_2, q_3, interpreted)
+        ab = two_rows(q_0, q_1)
+        cd = two_rows(q_2, q_3)
         return columns_of_two_rows(ab, cd, interpreted)
 
     @triton.jit
@@ -210,7 +196,7 @@ if triton is not None:
         if interpreted:
             q_0 = two_rounded(low_0, high_0, largest, mantissa, least_exponent, interpreted)
             q_1 = two_rounded(low_1, high_1, largest, mantissa, least_exponent, interpreted)
-            both = two_rows(q_0, q_1, interpreted)
+            both = two_rows(q_0, q_1)
         else:
             convert: tl.constexpr = CONVERT_TO_E4M3 if mantissa == 3 else CONVERT_TO_E5M2
             both = tl.inline_asm_elementwise(
@@ -325,16 +311,24 @@ if triton is not None:
         return top, count
 
     @triton.jit
-    def top_bits(bits, low, high):
-        """The larger of them all without signs, as bits: those that are not finite are above all others."""
-        low_bits = low.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        high_bits = high.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        return tl.maximum(bits, tl.maximum(low_bits, high_bits))
+    def larger_of(a, b):
+        """The larger one, NaN where there is one: a single instruction, the signs' removal with it."""
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
     @triton.jit
-    def top_of_four_rows(bits, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3):
+    def larger_size(size, low, high):
+        """The largest one of them without signs, infinity above all numbers; NaN where there is one."""
+        return larger_of(size, larger_of(tl.abs(low), tl.abs(high)))
+
+    @triton.jit
+    def size_of_four_rows(size, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3):
         """The same of two neighbours of each of four rows."""
-        return top_bits(top_bits(top_bits(top_bits(bits, a_0, b_0), a_1, b_1), a_2, b_2), a_3, b_3)
+        return larger_size(larger_size(larger_size(larger_size(size, a_0, b_0), a_1, b_1), a_2, b_2), a_3, b_3)
+
+    @triton.jit
+    def largest_size(size):
+        """Of a whole tile."""
+        return tl.reduce(tl.reduce(size, 1, larger_of), 0, larger_of)
 
     @triton.jit
     def recounted(size, over, low, high, inverse, largest: tl.constexpr):
@@ -346,10 +340,10 @@ if triton is not None:
         return tl.maximum(size, tl.maximum(low_finite, high_finite)), over + low_over + high_over
 
     @triton.jit
-    def record(seen_ptr, saturated_ptr, largest_seen, over, has_seen: tl.constexpr):
-        """Of a program: its largest finite element, and how many saturated."""
+    def record(seen_ptr, before, saturated_ptr, largest_seen, over, has_seen: tl.constexpr):
+        """Of a program: its largest finite element, and how many saturated. `before`: see see_above."""
         if has_seen:
-            see(largest_seen, seen_ptr)
+            see_above(largest_seen, before, seen_ptr)
         if over > 0:
             tl.atomic_add(saturated_ptr, over.to(tl.int64), sem="relaxed")
 

@@ -2,6 +2,8 @@
 
 from typing import Literal, NamedTuple
 
+from megaspec.core.divisors import ceil_div
+
 
 class Tile(NamedTuple):
     """What a program writes in both layouts. Powers of two up to 128."""
@@ -12,9 +14,20 @@ class Tile(NamedTuple):
     registers: int
     """Of a thread at most: left alone the compiler may take more, and fewer programs fit beside each other."""
     below: int
-    """Tiles below each other that programs next to each other take, see `tile_of_program` in tile.py."""
+    """See grid_of_tiles."""
     policy: Literal["", "evict_first"] = ""
     """What caches are told about what is read. evict_first: it is read once, and what is written is kept instead."""
+
+
+def grid_of_tiles(down: int, across: int, below: int) -> tuple[int, int, int]:
+    """Programs for so many tiles down a matrix and across it.
+
+    Those next to each other take `below` tiles below each other, then the ones beside those: what they write in rows
+    and what they write in columns is near in memory. Where `below` does not divide the tiles down, the last programs
+    have none. The grid has three axes, so that a program knows its tile without a division: the first read of memory
+    would wait for it.
+    """
+    return below, across, ceil_div(down, below)
 
 
 # None of these spills in a cast (Triton 3.6, sm90).
@@ -31,14 +44,19 @@ TILES = {
 }
 BEST = TILES["128x128"]
 
-# Of the kernel that finds the largest elements of whole lines. They differ where caches hold a part of a matrix, where
-# the first one is the fastest (H200).
+# Of the kernel that finds the largest elements of whole lines.
 TILES_OF_LARGEST = {
+    "128x64": Tile(128, 64, 4, 48, 8),
+    "64x128": Tile(64, 128, 4, 80, 8),
     "128x128": Tile(128, 128, 4, 48, 8),
     "128x128, 8 warps": Tile(128, 128, 8, 48, 8),
-    "64x128": Tile(64, 128, 4, 80, 8),
 }
-BEST_OF_LARGEST = TILES_OF_LARGEST["128x128"]
+
+
+def best_of_largest(K: int) -> Tile:
+    """Of rows of so many elements. Where they are few, caches hold a part of the matrix (H200)."""
+    return TILES_OF_LARGEST["128x64" if K <= 8192 else "64x128"]
+
 
 # Of the kernel that casts by scales of whole lines.
 TILES_OF_LINES = {

@@ -11,10 +11,10 @@ formats and sizes, an element at a time.
 
 Note "Lines". Where rows and columns have scales of their own, a layout at a time reads a matrix four times: 10 bytes an
 element. A short line is as long as a tile, so one program sees all of it: `lines_kernel` finds both sets of scales in
-the tile that it casts, 4 bytes an element. Whole lines take a pass for the largest elements of both, and one that casts
-by scales that it loads: 6 bytes. A pair is cast twice, by the scale of its row and by those of its columns. What can be
-done with both of its elements at once is done in bf16: the larger ones are found (`larger_pairs`), and infinity becomes
-NaN (`without_infinity`), once for both casts.
+the tile that it casts, 4 bytes an element. Whole lines take a pass for the largest elements of both, by atomic
+operations, whose order changes nothing, and one that casts by the scales that they make: 6 bytes. A pair is cast twice,
+by the scale of its row and by those of its columns. What can be done with both of its elements at once is done in bf16:
+the larger ones are found (`larger_pairs`), and infinity becomes NaN (`without_infinity`), once for both casts.
 """
 
 # M rows, K columns of a matrix; m, k blocks along them
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megaspec.core.divisors import ceil_div
+from megaspec_kernels.dependent_launch import has_dependent_launch
 from megaspec_kernels.fp8_cast.formats import (
     COLUMN,
     LARGEST,
@@ -37,13 +38,21 @@ from megaspec_kernels.fp8_cast.formats import (
     sizes_of,
 )
 from megaspec_kernels.fp8_cast.tile import format_constants
-from megaspec_kernels.fp8_cast.tiles import BEST, BEST_OF_LARGEST, BEST_OF_LINES, BEST_OF_SHORT_LINES, Tile
+from megaspec_kernels.fp8_cast.tiles import (
+    BEST,
+    BEST_OF_LINES,
+    BEST_OF_SHORT_LINES,
+    Tile,
+    best_of_largest,
+    grid_of_tiles,
+)
 from megaspec_kernels.grid import next_power_of_2
 
 try:
     import triton
     import triton.language as tl
 
+    from megaspec_kernels.dependent_launch import let_next_begin, wait_for_kernel_before
     from megaspec_kernels.fp8_cast.tile import (
         INTERPRETED,
         columns_of_rows,
@@ -74,10 +83,6 @@ SMALL_TILE = 64
 PAIRS = 8192
 # Partial results that a program of finish_kernel takes in at a time.
 PARTS = 4096
-# Lines of a program of finish_lines_kernel, and how many parts of each it takes in at most at a time: of a layer all,
-# since parts that are taken in later wait for those before.
-LINES = 32
-PARTS_OF_LINES = 256
 
 
 if triton is not None:
@@ -99,8 +104,11 @@ if triton is not None:
             tl.store(out_ptr + place, tl.max(tl.max(bits, axis=1), axis=0))
 
     @triton.jit
-    def amax_of_pairs_kernel(pairs_ptr, out_ptr, count, block: tl.constexpr, is_even: tl.constexpr):
+    def amax_of_pairs_kernel(
+        pairs_ptr, out_ptr, count, block: tl.constexpr, is_even: tl.constexpr, overlaps: tl.constexpr
+    ):
         """Of a whole matrix in bf16, whose elements lie two in an int32."""
+        let_next_begin(overlaps)
         at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         if is_even:
             pairs = tl.load(pairs_ptr + at)
@@ -133,8 +141,11 @@ if triton is not None:
         exponent: tl.constexpr,
         b_out: tl.constexpr,
         b_part: tl.constexpr,
+        overlaps: tl.constexpr,
     ):
         """The largest of the parts of each output. `exponent`: see scale_bits; 0: no scales are made."""
+        let_next_begin(overlaps)
+        wait_for_kernel_before(overlaps)
         o = tl.program_id(0) * b_out + tl.arange(0, b_out)
         p = tl.arange(0, b_part)
         largest = tl.zeros((b_out,), dtype=tl.int32)
@@ -146,45 +157,6 @@ if triton is not None:
         if exponent:
             result = scale_bits(largest, exponent)
         tl.store(out_ptr + o, result, mask=o < outputs)
-
-    @triton.jit
-    def finish_lines_kernel(
-        rows_ptr,
-        columns_ptr,
-        row_out_ptr,
-        column_out_ptr,
-        M,
-        K,
-        row_parts,
-        column_parts,
-        exponent: tl.constexpr,
-        b_out: tl.constexpr,
-        b_part: tl.constexpr,
-    ):
-        """The same of parts [parts, lines] of all rows and then of all columns, in one launch."""
-        row_programs = tl.cdiv(M, b_out)
-        first_line = tl.program_id(0) * b_out
-        bits_ptr = rows_ptr
-        out_ptr = row_out_ptr
-        lines = M
-        parts = row_parts
-        if tl.program_id(0) >= row_programs:
-            first_line -= row_programs * b_out
-            bits_ptr = columns_ptr
-            out_ptr = column_out_ptr
-            lines = K
-            parts = column_parts
-        o = first_line + tl.arange(0, b_out)
-        p = tl.arange(0, b_part)
-        largest = tl.zeros((b_out,), dtype=tl.int32)
-        for first in range(0, parts, b_part):
-            mask = (first + p < parts)[:, None] & (o < lines)[None, :]
-            at = (first + p).to(tl.int64)[:, None] * lines + o[None, :]
-            largest = tl.maximum(largest, tl.max(tl.load(bits_ptr + at, mask=mask, other=0), axis=0))
-        result = largest
-        if exponent:
-            result = scale_bits(largest, exponent)
-        tl.store(out_ptr + o, result, mask=o < lines)
 
     @triton.jit
     def cast_kernel(
@@ -338,10 +310,14 @@ if triton is not None:
         b_k: tl.constexpr,
         below: tl.constexpr,
         policy: tl.constexpr,
+        overlaps: tl.constexpr,
     ):
         """x as int32 [M, K / 2], rows as int16 [M, K / 2], columns as int32 [K, M / 4]; see note "Pairs". `block_rows`,
         `block_columns`: 0: all that there are, else 1 or 128."""
-        tile_m, tile_k = tile_of_program(tl.cdiv(M, b_m), tl.cdiv(K, b_k), below)
+        wait_for_kernel_before(overlaps)
+        tile_m, tile_k = tile_of_program(below)
+        if tile_m * b_m >= M:
+            return
 
         # rows 4 i + j, columns 2 c and 2 c + 1 of the tile
         i = tl.arange(0, b_m // 4)
@@ -435,9 +411,13 @@ if triton is not None:
         b_m: tl.constexpr,
         b_k: tl.constexpr,
         below: tl.constexpr,
+        overlaps: tl.constexpr,
     ):
         """fp8 as int16 [M, K / 2] to int32 [K, M / 4]: what pairs_kernel does once it has cast."""
-        tile_m, tile_k = tile_of_program(tl.cdiv(M, b_m), tl.cdiv(K, b_k), below)
+        wait_for_kernel_before(overlaps)
+        tile_m, tile_k = tile_of_program(below)
+        if tile_m * b_m >= M:
+            return
 
         i = tl.arange(0, b_m // 4)
         c = tl.arange(0, b_k // 2)
@@ -513,10 +493,14 @@ if triton is not None:
         b_k: tl.constexpr,
         below: tl.constexpr,
         policy: tl.constexpr,
+        overlaps: tl.constexpr,
     ):
-        """x as int32 [M, K / 2] -> the largest elements of the rows [tiles, M] and the columns [tiles, K] of each tile,
-        as bits. See note "Lines"."""
-        tile_m, tile_k = tile_of_program(tl.cdiv(M, b_m), tl.cdiv(K, b_k), below)
+        """x as int32 [M, K / 2] -> the largest elements of its rows [M] and columns [K], as bits, which are zeros
+        before. See note "Lines"."""
+        let_next_begin(overlaps)
+        tile_m, tile_k = tile_of_program(below)
+        if tile_m * b_m >= M:
+            return
 
         # rows 4 i + j, columns 2 c and 2 c + 1 of the tile
         i = tl.arange(0, b_m // 4)
@@ -536,9 +520,11 @@ if triton is not None:
         m = tile_m * b_m + tl.arange(0, b_m)
         k = tile_k * b_k + tl.arange(0, b_k)
         of_rows = one_behind_the_other(largest_0, largest_1, largest_2, largest_3, b_m)
-        tl.store(row_ptr + tile_k.to(tl.int64) * M + m, of_rows, mask=m < M)
         of_columns = tl.reshape(tl.join(low, high), (b_k,))
-        tl.store(column_ptr + tile_m.to(tl.int64) * K + k, of_columns, mask=k < K)
+        # x was there before the zeros were asked for
+        wait_for_kernel_before(overlaps)
+        tl.atomic_max(row_ptr + m, of_rows, mask=m < M, sem="relaxed")
+        tl.atomic_max(column_ptr + k, of_columns, mask=k < K, sem="relaxed")
 
     @triton.jit
     def without_infinity(pairs, interpreted: tl.constexpr):
@@ -601,6 +587,8 @@ if triton is not None:
     @triton.jit
     def lines_kernel(
         pairs_ptr,
+        row_amax_ptr,
+        column_amax_ptr,
         row_scale_ptr,
         column_scale_ptr,
         row_ptr,
@@ -609,6 +597,7 @@ if triton is not None:
         K,
         half_K,
         quarter_M,
+        is_short: tl.constexpr,
         exponent: tl.constexpr,
         largest: tl.constexpr,
         mantissa: tl.constexpr,
@@ -619,11 +608,15 @@ if triton is not None:
         b_k: tl.constexpr,
         below: tl.constexpr,
         policy: tl.constexpr,
+        overlaps: tl.constexpr,
     ):
         """x as int32 [M, K / 2], rows as int16 [M, K / 2], columns as int32 [K, M / 4]; see notes "Pairs" and "Lines".
-        `exponent`: see scale_bits: scales of the lines of a tile are found and written, [tiles, M] and [tiles, K]; 0:
-        those of whole lines are read, [M] and [K]. All as bits."""
-        tile_m, tile_k = tile_of_program(tl.cdiv(M, b_m), tl.cdiv(K, b_k), below)
+        `is_short`: lines are as long as a tile, in which their largest elements are found, and their scales are
+        [tiles, M] and [tiles, K]; else those are read, and all are [M] and [K]. All as bits. `exponent`: see
+        scale_bits."""
+        tile_m, tile_k = tile_of_program(below)
+        if tile_m * b_m >= M:
+            return
 
         # rows 4 i + j, columns 2 c and 2 c + 1 of the tile
         i = tl.arange(0, b_m // 4)
@@ -637,6 +630,8 @@ if triton is not None:
         row_ptr += begin
         # all before anything is stored, as in pairs_kernel
         pairs_0, pairs_1, pairs_2, pairs_3 = load_four_rows(pairs_ptr, at, half_K, mask, is_even, policy)
+        # x was there before the kernel was begun that finds the largest elements
+        wait_for_kernel_before(overlaps)
 
         pairs_0 = without_infinity(pairs_0, interpreted)
         pairs_1 = without_infinity(pairs_1, interpreted)
@@ -645,27 +640,33 @@ if triton is not None:
 
         row_scale_ptr += tile_m * b_m
         column_scale_ptr += tile_k * b_k
-        if exponent:
+        if is_short:
             row_scale_ptr += tile_k.to(tl.int64) * M
             column_scale_ptr += tile_m.to(tl.int64) * K
-            scale_0 = scale_bits(largest_in_rows(pairs_0, interpreted), exponent)
-            scale_1 = scale_bits(largest_in_rows(pairs_1, interpreted), exponent)
-            scale_2 = scale_bits(largest_in_rows(pairs_2, interpreted), exponent)
-            scale_3 = scale_bits(largest_in_rows(pairs_3, interpreted), exponent)
+            amax_0 = largest_in_rows(pairs_0, interpreted)
+            amax_1 = largest_in_rows(pairs_1, interpreted)
+            amax_2 = largest_in_rows(pairs_2, interpreted)
+            amax_3 = largest_in_rows(pairs_3, interpreted)
             low, high = largest_in_columns(pairs_0, pairs_1, pairs_2, pairs_3, interpreted)
-            low = scale_bits(low, exponent)
-            high = scale_bits(high, exponent)
+        else:
+            row_amax_ptr += tile_m * b_m
+            column_amax_ptr += tile_k * b_k
+            amax_0 = tl.load(row_amax_ptr + 4 * i, mask=has_rows, other=0)
+            amax_1 = tl.load(row_amax_ptr + 4 * i + 1, mask=has_rows, other=0)
+            amax_2 = tl.load(row_amax_ptr + 4 * i + 2, mask=has_rows, other=0)
+            amax_3 = tl.load(row_amax_ptr + 4 * i + 3, mask=has_rows, other=0)
+            low = tl.load(column_amax_ptr + 2 * c, mask=has_columns, other=0)
+            high = tl.load(column_amax_ptr + 2 * c + 1, mask=has_columns, other=0)
+        scale_0 = scale_bits(amax_0, exponent)
+        scale_1 = scale_bits(amax_1, exponent)
+        scale_2 = scale_bits(amax_2, exponent)
+        scale_3 = scale_bits(amax_3, exponent)
+        low = scale_bits(low, exponent)
+        high = scale_bits(high, exponent)
+        if is_short:
+            # here: their bits are in registers
             of_rows = one_behind_the_other(scale_0, scale_1, scale_2, scale_3, b_m)
             of_columns = tl.reshape(tl.join(low, high), (b_k,))
-        else:
-            row_scale_ptr += 4 * i
-            column_scale_ptr += 2 * c
-            scale_0 = tl.load(row_scale_ptr, mask=has_rows, other=127 << 23)
-            scale_1 = tl.load(row_scale_ptr + 1, mask=has_rows, other=127 << 23)
-            scale_2 = tl.load(row_scale_ptr + 2, mask=has_rows, other=127 << 23)
-            scale_3 = tl.load(row_scale_ptr + 3, mask=has_rows, other=127 << 23)
-            low = tl.load(column_scale_ptr, mask=has_columns, other=127 << 23)
-            high = tl.load(column_scale_ptr + 1, mask=has_columns, other=127 << 23)
 
         q_0 = cast_row(pairs_0, scale_0, largest, mantissa, least_exponent, interpreted)
         q_1 = cast_row(pairs_1, scale_1, largest, mantissa, least_exponent, interpreted)
@@ -681,12 +682,20 @@ if triton is not None:
         column_ptr += tile_k.to(tl.int64) * b_k * quarter_M + tile_m * (b_m // 4)
         to = c[None, :] * (2 * quarter_M) + i[:, None]
         store_two_columns(column_ptr, to, quarter_M, first, second, mask, is_even)
-        if exponent:
-            # last: nothing waits for them
-            m = tl.arange(0, b_m)
-            k = tl.arange(0, b_k)
+        # last: nothing waits for them
+        m = tl.arange(0, b_m)
+        k = tl.arange(0, b_k)
+        if is_short:
             tl.store(row_scale_ptr + m, of_rows, mask=tile_m * b_m + m < M)
             tl.store(column_scale_ptr + k, of_columns, mask=tile_k * b_k + k < K)
+        else:
+            # once for each line
+            if tile_k == 0:
+                of_rows = tl.load(row_amax_ptr + m, mask=tile_m * b_m + m < M, other=0)
+                tl.store(row_scale_ptr + m, scale_bits(of_rows, exponent), mask=tile_m * b_m + m < M)
+            if tile_m == 0:
+                of_columns = tl.load(column_amax_ptr + k, mask=tile_k * b_k + k < K, other=0)
+                tl.store(column_scale_ptr + k, scale_bits(of_columns, exponent), mask=tile_k * b_k + k < K)
 
 
 def amax(x_MK: Tensor, *, block: Block) -> Tensor:
@@ -729,7 +738,13 @@ def _largest(x_MK: Tensor, *, block: Block, exponent: int) -> Tensor:
         programs = ceil_div(count, PAIRS)
         bits = torch.empty(programs, dtype=torch.int32, device=x_MK.device)
         amax_of_pairs_kernel[(programs,)](
-            x_MK.view(-1).view(torch.int32), bits, count, PAIRS, count % PAIRS == 0, num_warps=WARPS
+            x_MK.view(-1).view(torch.int32),
+            bits,
+            count,
+            PAIRS,
+            count % PAIRS == 0,
+            has_dependent_launch(),
+            num_warps=WARPS,
         )
         return _finish(bits, (1, 1), strides=(0, 1), parts=programs, exponent=exponent)
     by_row = rows == 1
@@ -762,7 +777,17 @@ def _finish(bits: Tensor, shape: tuple[int, int], *, strides: tuple[int, int], p
     b_out = min(max(1, PARTS // b_part), next_power_of_2(outputs))
     out = torch.empty(shape, dtype=torch.int32, device=bits.device)
     finish_kernel[(ceil_div(outputs, b_out),)](
-        bits, out, outputs, parts, *strides, exponent, b_out, b_part, num_warps=WARPS
+        bits,
+        out,
+        outputs,
+        parts,
+        *strides,
+        exponent,
+        b_out,
+        b_part,
+        has_dependent_launch(),
+        num_warps=WARPS,
+        launch_pdl=has_dependent_launch(),
     )
     return out.view(torch.float32)
 
@@ -813,8 +838,7 @@ def cast(
     )
     scale_mk = scale_mk.contiguous()
     if _is_in_pairs(x_MK) and (is_whole or not records):
-        tiles = ceil_div(M, tile.rows) * ceil_div(K, tile.columns)
-        pairs_kernel[(tiles,)](
+        pairs_kernel[grid_of_tiles(ceil_div(M, tile.rows), ceil_div(K, tile.columns), tile.below)](
             x_MK.view(torch.int32),
             scale_mk,
             some_rows.view(torch.int16),
@@ -832,8 +856,10 @@ def cast(
             b_k=tile.columns,
             below=tile.below,
             policy=tile.policy,
+            overlaps=has_dependent_launch(),
             num_warps=tile.warps,
             maxnreg=tile.registers,
+            launch_pdl=has_dependent_launch(),
         )
         return by_rows, by_columns
     cast_kernel[(ceil_div(M, SMALL_TILE), ceil_div(K, SMALL_TILE))](
@@ -860,44 +886,33 @@ def _is_in_pairs(x_MK: Tensor) -> bool:
     return x_MK.dtype == torch.bfloat16 and M % 16 == 0 and K % 16 == 0 and x_MK.data_ptr() % 16 == 0
 
 
-def amax_of_lines(x_MK: Tensor, *, tile: Tile = BEST_OF_LARGEST) -> tuple[Tensor, Tensor]:
+def amax_of_lines(x_MK: Tensor, *, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
     """See reference.py."""
     x_MK = x_MK.contiguous()
     if not _is_in_pairs(x_MK):
         return amax(x_MK, block=ROW), amax(x_MK, block=COLUMN)
-    return _largest_of_lines(x_MK, exponent=0, tile=tile)
-
-
-def scales_of_lines(x_MK: Tensor, *, dtype: torch.dtype, tile: Tile = BEST_OF_LARGEST) -> tuple[Tensor, Tensor]:
-    """See reference.py."""
-    x_MK = x_MK.contiguous()
-    if not _is_in_pairs(x_MK):
-        return scale(x_MK, block=ROW, dtype=dtype), scale(x_MK, block=COLUMN, dtype=dtype)
-    return _largest_of_lines(x_MK, exponent=EXPONENT[dtype], tile=tile)
-
-
-def _largest_of_lines(x_MK: Tensor, *, exponent: int, tile: Tile) -> tuple[Tensor, Tensor]:
-    """The largest elements of all rows and all columns, or the scales that they make."""
     M, K = x_MK.shape
-    tiles_m = ceil_div(M, tile.rows)
-    tiles_k = ceil_div(K, tile.columns)
-    # in the order in which a tile writes them
-    of_rows = torch.empty(tiles_k, M, dtype=torch.int32, device=x_MK.device)
-    of_columns = torch.empty(tiles_m, K, dtype=torch.int32, device=x_MK.device)
-    amax_of_lines_kernel[(tiles_m * tiles_k,)](
-        x_MK.view(torch.int32), of_rows, of_columns, M, K, K // 2, M // 4, **_form_of_lines(M, K, tile)
+    if tile is None:
+        tile = best_of_largest(K)
+    bits = torch.zeros(M + K, dtype=torch.int32, device=x_MK.device)
+    of_rows = bits[:M]
+    of_columns = bits[M:]
+    amax_of_lines_kernel[grid_of_tiles(ceil_div(M, tile.rows), ceil_div(K, tile.columns), tile.below)](
+        x_MK.view(torch.int32),
+        of_rows,
+        of_columns,
+        M,
+        K,
+        K // 2,
+        M // 4,
+        **_form_of_lines(M, K, tile, follows=True),
     )
-    row_out = torch.empty(M, 1, dtype=torch.int32, device=x_MK.device)
-    column_out = torch.empty(1, K, dtype=torch.int32, device=x_MK.device)
-    b_part = min(PARTS_OF_LINES, next_power_of_2(max(tiles_m, tiles_k)))
-    finish_lines_kernel[(ceil_div(M, LINES) + ceil_div(K, LINES),)](
-        of_rows, of_columns, row_out, column_out, M, K, tiles_k, tiles_m, exponent, LINES, b_part, num_warps=WARPS
-    )
-    return row_out.view(torch.float32), column_out.view(torch.float32)
+    return of_rows.view(M, 1).view(torch.float32), of_columns.view(1, K).view(torch.float32)
 
 
-def _form_of_lines(M: int, K: int, tile: Tile) -> dict[str, object]:
-    """What kernels of lines are compiled for."""
+def _form_of_lines(M: int, K: int, tile: Tile, *, follows: bool) -> dict[str, object]:
+    """What kernels of lines are compiled for. `follows`: a kernel that was just launched, when x was there."""
+    follows = follows and has_dependent_launch()
     return {
         "interpreted": INTERPRETED,
         "is_even": M % tile.rows == 0 and K % tile.columns == 0,
@@ -905,32 +920,41 @@ def _form_of_lines(M: int, K: int, tile: Tile) -> dict[str, object]:
         "b_k": tile.columns,
         "below": tile.below,
         "policy": tile.policy,
+        "overlaps": follows,
+        "launch_pdl": follows,
         "num_warps": tile.warps,
         "maxnreg": tile.registers,
     }
 
 
-def cast_lines(
-    x_MK: Tensor, row_scale_M1: Tensor, column_scale_1K: Tensor, *, dtype: torch.dtype, tile: Tile = BEST_OF_LINES
-) -> tuple[Tensor, Tensor]:
+def quantise_lines(
+    x_MK: Tensor, *, dtype: torch.dtype, amax: tuple[Tensor, Tensor] | None = None, tile: Tile = BEST_OF_LINES
+) -> Quantised:
     """See reference.py."""
     x_MK = x_MK.contiguous()
-    if not _is_in_pairs(x_MK):
-        rows, _ = cast(x_MK, row_scale_M1, block=ROW, dtype=dtype)
-        _, turned = cast(x_MK, column_scale_1K, block=COLUMN, dtype=dtype, rows=False, columns=True)
-        return rows, turned
+    follows = amax is None
+    if amax is None:
+        amax = amax_of_lines(x_MK)
+    row_amax_M1, column_amax_1K = amax
     M, K = x_MK.shape
-    for scales, count in ((row_scale_M1, M), (column_scale_1K, K)):
-        assert scales.dtype == torch.float32, f"scales in {scales.dtype}"
-        assert scales.numel() == count, f"{tuple(scales.shape)} scales of {count} lines"
+    for largest, block in ((row_amax_M1, ROW), (column_amax_1K, COLUMN)):
+        assert largest.dtype == torch.float32, f"largest elements in {largest.dtype}"
+        shape = scale_shape(block, x_MK.shape)
+        assert largest.shape == shape, f"largest elements {tuple(largest.shape)} of lines {shape}"
+    if not _is_in_pairs(x_MK):
+        row_scale = scale_of(row_amax_M1, dtype)
+        column_scale = scale_of(column_amax_1K, dtype)
+        rows, _ = cast(x_MK, row_scale, block=ROW, dtype=dtype)
+        _, turned = cast(x_MK, column_scale, block=COLUMN, dtype=dtype, rows=False, columns=True)
+        return Quantised(rows, row_scale, turned, column_scale)
     both = Quantised(
         x_MK.new_empty(M, K, dtype=dtype),
-        row_scale_M1.contiguous(),
+        torch.empty_like(row_amax_M1, memory_format=torch.contiguous_format),
         x_MK.new_empty(K, M, dtype=dtype),
-        column_scale_1K.contiguous(),
+        torch.empty_like(column_amax_1K, memory_format=torch.contiguous_format),
     )
-    _write_lines(x_MK, both, exponent=0, tile=tile)
-    return both.rows, both.columns
+    _write_lines(x_MK, both, amax=(row_amax_M1.contiguous(), column_amax_1K.contiguous()), follows=follows, tile=tile)
+    return both
 
 
 def quantise_short_lines(x_MK: Tensor, *, dtype: torch.dtype, tile: Tile = BEST_OF_SHORT_LINES) -> Quantised:
@@ -950,31 +974,36 @@ def quantise_short_lines(x_MK: Tensor, *, dtype: torch.dtype, tile: Tile = BEST_
         x_MK.new_empty(K, M, dtype=dtype),
         x_MK.new_empty(ceil_div(M, SHORT_LINE), K, dtype=torch.float32),
     )
-    _write_lines(x_MK, both, exponent=EXPONENT[dtype], tile=tile)
+    _write_lines(x_MK, both, amax=None, follows=False, tile=tile)
     return both
 
 
-def _write_lines(x_MK: Tensor, both: Quantised, *, exponent: int, tile: Tile) -> None:
-    """Casts into both layouts. `exponent`: see lines_kernel."""
+def _write_lines(
+    x_MK: Tensor, both: Quantised, *, amax: tuple[Tensor, Tensor] | None, follows: bool, tile: Tile
+) -> None:
+    """Casts into both layouts. `amax`: None: of short lines, see lines_kernel. `follows`: see _form_of_lines."""
     M, K = x_MK.shape
-    largest, mantissa, least_exponent = format_constants(both.rows.dtype)
-    tiles = ceil_div(M, tile.rows) * ceil_div(K, tile.columns)
-    lines_kernel[(tiles,)](
+    dtype = both.rows.dtype
+    largest, mantissa, least_exponent = format_constants(dtype)
+    # [M, 1], or [M, k] as it lies
+    scales = (both.row_scale.t(), both.column_scale)
+    lines_kernel[grid_of_tiles(ceil_div(M, tile.rows), ceil_div(K, tile.columns), tile.below)](
         x_MK.view(torch.int32),
-        # [M, 1], or [M, k] as it lies
-        both.row_scale.t().view(torch.int32),
-        both.column_scale.view(torch.int32),
+        # of short lines nothing is read: any address serves
+        *(one.view(torch.int32) for one in (scales if amax is None else amax)),
+        *(one.view(torch.int32) for one in scales),
         both.rows.view(torch.int16),
         both.columns.view(torch.int32),
         M,
         K,
         K // 2,
         M // 4,
-        exponent=exponent,
+        is_short=amax is None,
+        exponent=EXPONENT[dtype],
         largest=largest,
         mantissa=mantissa,
         least_exponent=least_exponent,
-        **_form_of_lines(M, K, tile),
+        **_form_of_lines(M, K, tile, follows=follows),
     )
 
 
@@ -988,8 +1017,7 @@ def columns(x_MK: Tensor, *, tile: Tile = BEST) -> Tensor:
     if M % 16 or K % 16 or x_MK.data_ptr() % 16:
         # no product in fp8 takes such a side
         return x_MK.view(torch.uint8).t().contiguous().view(x_MK.dtype)
-    tiles = ceil_div(M, tile.rows) * ceil_div(K, tile.columns)
-    columns_kernel[(tiles,)](
+    columns_kernel[grid_of_tiles(ceil_div(M, tile.rows), ceil_div(K, tile.columns), tile.below)](
         x_MK.view(torch.int16),
         out.view(torch.int32),
         M,
@@ -1001,6 +1029,8 @@ def columns(x_MK: Tensor, *, tile: Tile = BEST) -> Tensor:
         b_m=tile.rows,
         b_k=tile.columns,
         below=tile.below,
+        overlaps=has_dependent_launch(),
         num_warps=tile.warps,
+        launch_pdl=has_dependent_launch(),
     )
     return out

@@ -13,7 +13,7 @@ from megaspec.core.divisors import ceil_div
 from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.fp8_cast.padding import UNIT, padded_rows
 from megaspec_kernels.fp8_cast.tile import format_constants
-from megaspec_kernels.fp8_cast.tiles import BEST, Tile
+from megaspec_kernels.fp8_cast.tiles import BEST, Tile, grid_of_tiles
 from megaspec_kernels.grid import next_power_of_2
 
 try:
@@ -255,10 +255,12 @@ if triton is not None:
     ):
         """x as int32 [M, I / 2], rows as int16 [R, I / 2], columns as int32 [I, P / 4]; see triton.py, note "Pairs".
         `rows`: four, which the compiler must not know, see count_saturated there. `quarters`: of a unit, each of four
-        rows. `below`: tiles below each other that programs next to each other take."""
+        rows. `below`: see grid_of_tiles."""
         # so that the compiler knows how the columns are aligned, whatever the number of rows is
         quarter_P = units * quarters
-        tile_p, tile_i = tile_of_program(tl.cdiv(quarter_P * 4, b_p), tl.cdiv(half_I * 2, b_i), below)
+        tile_p, tile_i = tile_of_program(below)
+        if tile_p * b_p >= quarter_P * 4:
+            return
 
         # places 4 q + j of the padded rows, columns 2 c and 2 c + 1
         q = tile_p * (b_p // 4) + tl.arange(0, b_p // 4)
@@ -474,8 +476,7 @@ def group_cast(
     # a scale for all has no steps
     group_stride = scale.shape[1] if scale.shape[0] > 1 else 0
     if x.dtype == torch.bfloat16 and I % 16 == 0 and x.data_ptr() % 16 == 0:
-        tiles = ceil_div(P, tile.rows) * ceil_div(I, tile.columns)
-        group_pairs_kernel[(tiles,)](
+        group_pairs_kernel[grid_of_tiles(ceil_div(P, tile.rows), ceil_div(I, tile.columns), tile.below)](
             x.view(torch.int32),
             *places,
             some_rows.view(torch.int16),

@@ -10,7 +10,7 @@ from torch import Tensor
 from megaspec.core.divisors import ceil_div
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
-from megaspec_kernels.fp8_cast.tiles import Tile
+from megaspec_kernels.fp8_cast.tiles import Tile, grid_of_tiles
 from megaspec_kernels.gated.form import GatedForm, decoded
 from megaspec_kernels.gated.tiles import BACKWARD_TILE, FORWARD_TILE
 from megaspec_kernels.operation import fake_of, operation
@@ -25,14 +25,15 @@ try:
         four_in_fp8,
         in_fp8,
         inverse_of,
+        largest_size,
         load_pairs,
         record,
         recounted,
+        size_of_four_rows,
         split,
         store_four_rows,
         store_two_columns,
         tile_of_program,
-        top_of_four_rows,
     )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
@@ -198,6 +199,7 @@ if triton is not None:
         tl.store(column_ptr + f.to(tl.int64)[None, :] * M + m[:, None], q, mask=mask)
         record(
             seen_ptr,
+            tl.load(seen_ptr),
             saturated_ptr,
             tl.max(tl.max(size, axis=1), axis=0),
             tl.sum(tl.sum(over.to(tl.int32), axis=1), axis=0),
@@ -249,6 +251,7 @@ if triton is not None:
         tl.store(column_ptr + column + (f * 0 + F).to(tl.int64)[None, :] * M, q, mask=mask)
         record(
             seen_ptr,
+            tl.load(seen_ptr),
             saturated_ptr,
             tl.max(tl.max(tl.maximum(size, size_up), axis=1), axis=0),
             tl.sum(tl.sum(over.to(tl.int32) + over_up.to(tl.int32), axis=1), axis=0),
@@ -324,7 +327,9 @@ if triton is not None:
     ):
         """gate_up as int32 [M, F], rows as int16 [M, F / 2], columns as int32 [F, M / 4]: as fp8_cast/triton.py does,
         see its note "Pairs". `rows`: four, which the compiler must not know."""
-        tile_m, tile_f = tile_of_program(tl.cdiv(quarter_M, b_m // 4), tl.cdiv(half_F, b_f // 2), below)
+        tile_m, tile_f = tile_of_program(below)
+        if tile_m * (b_m // 4) >= quarter_M:
+            return
         # rows 4 i + j, features 2 c and 2 c + 1 of the tile
         i = tl.arange(0, b_m // 4)
         c = tl.arange(0, b_f // 2)
@@ -334,16 +339,16 @@ if triton is not None:
         row_ptr += tile_m.to(tl.int64) * b_m * half_F + tile_f * (b_f // 2)
         at = i[:, None] * (4 * F) + c[None, :]
         to = i[:, None] * (4 * half_F) + c[None, :]
-        scale = tl.load(scale_ptr)
-        inverse = inverse_of(scale)
-        if (tile_m == 0) & (tile_f == 0):
-            tl.store(scale_copy_ptr, scale)
         # all are loaded before anything is stored
         a_0, b_0 = outputs_of_pairs(pairs_ptr, at, half_F, mask, limit, alpha, name, has_limit, is_even)
         a_1, b_1 = outputs_of_pairs(pairs_ptr, at + F, half_F, mask, limit, alpha, name, has_limit, is_even)
         a_2, b_2 = outputs_of_pairs(pairs_ptr, at + 2 * F, half_F, mask, limit, alpha, name, has_limit, is_even)
         a_3, b_3 = outputs_of_pairs(pairs_ptr, at + 3 * F, half_F, mask, limit, alpha, name, has_limit, is_even)
-        bits = top_of_four_rows(at * 0, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
+        # behind those loads, which wait for it otherwise, and ahead of what waits for them
+        scale = tl.load(scale_ptr)
+        before = tl.load(seen_ptr)
+        inverse = inverse_of(scale)
+        sizes = size_of_four_rows(at.to(tl.float32) * 0.0, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
         q_0, q_1, q_2, q_3 = four_in_fp8(
             a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3, inverse, largest, mantissa, least_exponent, interpreted
         )
@@ -352,7 +357,7 @@ if triton is not None:
         column_ptr += tile_f.to(tl.int64) * b_f * quarter_M + tile_m * (b_m // 4)
         down = c[None, :] * (2 * quarter_M) + i[:, None]
         store_two_columns(column_ptr, down, quarter_M, first, second, mask, is_even)
-        top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+        top = largest_size(sizes)
         count = 0
         if not (top * inverse <= largest):
             # rare: computed again rather than kept
@@ -363,7 +368,9 @@ if triton is not None:
                 size, over = recounted(size, over, a, b, inverse, largest)
             top = tl.max(tl.max(size, axis=1), axis=0)
             count = tl.sum(tl.sum(over, axis=1), axis=0)
-        record(seen_ptr, saturated_ptr, top, count, has_seen)
+        record(seen_ptr, before, saturated_ptr, top, count, has_seen)
+        if (tile_m == 0) & (tile_f == 0):
+            tl.store(scale_copy_ptr, scale)
 
     @triton.jit
     def gated_bwd_fp8_pairs_kernel(
@@ -394,7 +401,9 @@ if triton is not None:
     ):
         """The gradient as int32 [M, F / 2], gate_up as int32 [M, F], rows as int16 [M, F], columns as int32
         [2 F, M / 4]; see gated_fwd_fp8_pairs_kernel."""
-        tile_m, tile_f = tile_of_program(tl.cdiv(quarter_M, b_m // 4), tl.cdiv(half_F, b_f // 2), below)
+        tile_m, tile_f = tile_of_program(below)
+        if tile_m * (b_m // 4) >= quarter_M:
+            return
         i = tl.arange(0, b_m // 4)
         c = tl.arange(0, b_f // 2)
         mask = (tile_m * (b_m // 4) + i < quarter_M)[:, None] & (tile_f * (b_f // 2) + c < half_F)[None, :]
@@ -405,10 +414,6 @@ if triton is not None:
         row_ptr += begin
         at = i[:, None] * (4 * F) + c[None, :]
         g = i[:, None] * (4 * half_F) + c[None, :]
-        scale = tl.load(scale_ptr)
-        inverse = inverse_of(scale)
-        if (tile_m == 0) & (tile_f == 0):
-            tl.store(scale_copy_ptr, scale)
         a_0, b_0, u_0, v_0 = gradients_of_pairs(
             grad_ptr, pairs_ptr, g, at, half_F, mask, limit, alpha, name, has_limit, is_even
         )
@@ -421,8 +426,12 @@ if triton is not None:
         a_3, b_3, u_3, v_3 = gradients_of_pairs(
             grad_ptr, pairs_ptr, g + 3 * half_F, at + 3 * F, half_F, mask, limit, alpha, name, has_limit, is_even
         )
-        bits = top_of_four_rows(at * 0, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
-        bits = top_of_four_rows(bits, u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3)
+        # behind those loads, which wait for it otherwise, and ahead of what waits for them
+        scale = tl.load(scale_ptr)
+        before = tl.load(seen_ptr)
+        inverse = inverse_of(scale)
+        sizes = size_of_four_rows(at.to(tl.float32) * 0.0, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
+        sizes = size_of_four_rows(sizes, u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3)
         column_ptr += tile_f.to(tl.int64) * b_f * quarter_M + tile_m * (b_m // 4)
         down = c[None, :] * (2 * quarter_M) + i[:, None]
         q_0, q_1, q_2, q_3 = four_in_fp8(
@@ -440,7 +449,7 @@ if triton is not None:
         store_four_rows(row_ptr, at, F, q_0, q_1, q_2, q_3, mask, is_even)
         first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
         store_two_columns(column_ptr, down, quarter_M, first, second, mask, is_even)
-        top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+        top = largest_size(sizes)
         count = 0
         if not (top * inverse <= largest):
             size = at.to(tl.float32) * 0.0
@@ -463,7 +472,9 @@ if triton is not None:
                 size, over = recounted(size, over, u, v, inverse, largest)
             top = tl.max(tl.max(size, axis=1), axis=0)
             count = tl.sum(tl.sum(over, axis=1), axis=0)
-        record(seen_ptr, saturated_ptr, top, count, has_seen)
+        record(seen_ptr, before, saturated_ptr, top, count, has_seen)
+        if (tile_m == 0) & (tile_f == 0):
+            tl.store(scale_copy_ptr, scale)
 
 
 def _grid(M: int, F: int) -> tuple[int, int]:
@@ -583,7 +594,7 @@ def _write(
         in_pairs = in_pairs and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0
     if in_pairs:
         tile = kernels.tile
-        kernels.of_pairs[(ceil_div(M, tile.rows) * ceil_div(F, tile.columns),)](
+        kernels.of_pairs[grid_of_tiles(ceil_div(M, tile.rows), ceil_div(F, tile.columns), tile.below)](
             *(x.view(torch.int32) for x in inputs),
             written.rows.view(torch.int16),
             written.columns.view(torch.int32),

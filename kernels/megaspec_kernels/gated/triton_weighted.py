@@ -18,7 +18,7 @@ from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.fp8_cast.padding import UNIT
 from megaspec_kernels.fp8_cast.tile import Written, format_constants
-from megaspec_kernels.fp8_cast.tiles import Tile
+from megaspec_kernels.fp8_cast.tiles import Tile, grid_of_tiles
 from megaspec_kernels.fp8_cast.triton_groups import group_cast
 from megaspec_kernels.gated.form import GatedForm, decoded
 from megaspec_kernels.gated.tiles import WEIGHTED_BACKWARD_TILE, WEIGHTED_FORWARD_TILE
@@ -32,11 +32,14 @@ try:
         columns_of_rows,
         four_in_fp8,
         inverse_of,
+        larger_size,
+        largest_size,
         record,
         recounted,
+        size_of_four_rows,
         split,
         tile_of_program,
-        top_of_four_rows,
+        two_in_fp8,
     )
     from megaspec_kernels.fp8_cast.triton_groups import load_row_pairs, store_columns, store_four
     from megaspec_kernels.gated.triton import gated_tile
@@ -120,59 +123,48 @@ if triton is not None:
         return tl.load(weights_ptr + row.to(tl.int64) * weight_stride, mask=is_read, other=0.0).to(tl.float32)[:, None]
 
     @triton.jit
-    def outputs_of_row(
-        pairs_ptr,
-        weights_ptr,
-        row,
-        read_end,
-        c,
-        is_feature,
-        half_F,
-        weight_stride,
-        limit,
-        alpha,
-        name: tl.constexpr,
-        has_limit: tl.constexpr,
-    ):
+    def outputs_of_pairs(gate, up, weight, limit, alpha, name: tl.constexpr, has_limit: tl.constexpr):
         """Of two neighbours each in gate and up, int32 of two bf16 -> both outputs in fp32, weighted."""
-        is_read = row < read_end
-        source = row.to(tl.int64)
-        weight = weight_of(weights_ptr, row, is_read, weight_stride)
-        gate_low, gate_high = split(load_row_pairs(pairs_ptr, source, is_read, c, is_feature, 2 * half_F))
-        up_low, up_high = split(load_row_pairs(pairs_ptr + half_F, source, is_read, c, is_feature, 2 * half_F))
+        gate_low, gate_high = split(gate)
+        up_low, up_high = split(up)
         low, _, _ = gated_tile(gate_low, up_low, limit, alpha, name, has_limit)
         high, _, _ = gated_tile(gate_high, up_high, limit, alpha, name, has_limit)
         return low * weight, high * weight
 
     @triton.jit
-    def gradients_of_row(
-        grad_ptr,
-        pairs_ptr,
-        weights_ptr,
-        row,
-        read_end,
-        c,
-        is_feature,
-        half_F,
-        weight_stride,
-        limit,
-        alpha,
-        name: tl.constexpr,
-        has_limit: tl.constexpr,
-    ):
+    def gradients_of_pairs(grad, gate, up, weight, limit, alpha, name: tl.constexpr, has_limit: tl.constexpr):
         """-> of both gates, of both of up, and what the row's weight has of its gradient in these features."""
-        is_read = row < read_end
-        source = row.to(tl.int64)
-        weight = weight_of(weights_ptr, row, is_read, weight_stride)
-        grad_low, grad_high = split(load_row_pairs(grad_ptr, source, is_read, c, is_feature, half_F))
-        gate_low, gate_high = split(load_row_pairs(pairs_ptr, source, is_read, c, is_feature, 2 * half_F))
-        up_low, up_high = split(load_row_pairs(pairs_ptr + half_F, source, is_read, c, is_feature, 2 * half_F))
+        grad_low, grad_high = split(grad)
+        gate_low, gate_high = split(gate)
+        up_low, up_high = split(up)
         out_low, by_gate_low, by_up_low = gated_tile(gate_low, up_low, limit, alpha, name, has_limit)
         out_high, by_gate_high, by_up_high = gated_tile(gate_high, up_high, limit, alpha, name, has_limit)
         of_weight = tl.sum(grad_low * out_low + grad_high * out_high, axis=1)
         grad_low *= weight
         grad_high *= weight
         return grad_low * by_gate_low, grad_high * by_gate_high, grad_low * by_up_low, grad_high * by_up_high, of_weight
+
+    @triton.jit
+    def load_of_row(pairs_ptr, row, read_end, c, is_feature, width):
+        """Pairs of rows `width` pairs wide, of which those from `read_end` on are zeros."""
+        return load_row_pairs(pairs_ptr, row.to(tl.int64), row < read_end, c, is_feature, width)
+
+    @triton.jit
+    def load_four(pairs_ptr, row, read_end, c, is_feature, width):
+        """Of four rows each."""
+        pairs_0 = load_of_row(pairs_ptr, row, read_end, c, is_feature, width)
+        pairs_1 = load_of_row(pairs_ptr, row + 1, read_end, c, is_feature, width)
+        pairs_2 = load_of_row(pairs_ptr, row + 2, read_end, c, is_feature, width)
+        pairs_3 = load_of_row(pairs_ptr, row + 3, read_end, c, is_feature, width)
+        return pairs_0, pairs_1, pairs_2, pairs_3
+
+    @triton.jit
+    def four_weights(weights_ptr, row, read_end, weight_stride):
+        weight_0 = weight_of(weights_ptr, row, row < read_end, weight_stride)
+        weight_1 = weight_of(weights_ptr, row + 1, row + 1 < read_end, weight_stride)
+        weight_2 = weight_of(weights_ptr, row + 2, row + 2 < read_end, weight_stride)
+        weight_3 = weight_of(weights_ptr, row + 3, row + 3 < read_end, weight_stride)
+        return weight_0, weight_1, weight_2, weight_3
 
     @triton.jit
     def weighted_fwd_fp8_kernel(
@@ -210,95 +202,51 @@ if triton is not None:
         fp8_cast/triton.py, note "Pairs". `rows`: four, which the compiler must not know."""
         # so that the compiler knows how the columns are aligned, whatever the number of rows is
         quarter_P = units * quarters
-        tile_p, tile_f = tile_of_program(tl.cdiv(quarter_P, b_p // 4), tl.cdiv(half_F, b_f // 2), below)
+        tile_p, tile_f = tile_of_program(below)
+        if tile_p * (b_p // 4) >= quarter_P:
+            return
         q = tile_p * (b_p // 4) + tl.arange(0, b_p // 4)
         c = tile_f * (b_f // 2) + tl.arange(0, b_f // 2)
         is_place = q < quarter_P
         is_feature = c < half_F
         row, last, read_end = place_of(first_ptr, last_ptr, group_ptr, q, is_place, E, quarters)
+        # all are loaded before anything is stored, and before anything is computed
+        gate_0, gate_1, gate_2, gate_3 = load_four(pairs_ptr, row, read_end, c, is_feature, 2 * half_F)
+        up_0, up_1, up_2, up_3 = load_four(pairs_ptr + half_F, row, read_end, c, is_feature, 2 * half_F)
+        weight_0, weight_1, weight_2, weight_3 = four_weights(weights_ptr, row, read_end, weight_stride)
+        # behind those loads, which wait for it otherwise, and ahead of what waits for them
         scale = tl.load(scale_ptr)
+        before = tl.load(seen_ptr)
         inverse = inverse_of(scale)
-        if (tile_p == 0) & (tile_f == 0):
-            tl.store(scale_copy_ptr, scale)
-        # all are loaded before anything is stored
-        a_0, b_0 = outputs_of_row(
-            pairs_ptr, weights_ptr, row, read_end, c, is_feature, half_F, weight_stride, limit, alpha, name, has_limit
-        )
-        a_1, b_1 = outputs_of_row(
-            pairs_ptr,
-            weights_ptr,
-            row + 1,
-            read_end,
-            c,
-            is_feature,
-            half_F,
-            weight_stride,
-            limit,
-            alpha,
-            name,
-            has_limit,
-        )
-        a_2, b_2 = outputs_of_row(
-            pairs_ptr,
-            weights_ptr,
-            row + 2,
-            read_end,
-            c,
-            is_feature,
-            half_F,
-            weight_stride,
-            limit,
-            alpha,
-            name,
-            has_limit,
-        )
-        a_3, b_3 = outputs_of_row(
-            pairs_ptr,
-            weights_ptr,
-            row + 3,
-            read_end,
-            c,
-            is_feature,
-            half_F,
-            weight_stride,
-            limit,
-            alpha,
-            name,
-            has_limit,
-        )
+        a_0, b_0 = outputs_of_pairs(gate_0, up_0, weight_0, limit, alpha, name, has_limit)
+        a_1, b_1 = outputs_of_pairs(gate_1, up_1, weight_1, limit, alpha, name, has_limit)
+        a_2, b_2 = outputs_of_pairs(gate_2, up_2, weight_2, limit, alpha, name, has_limit)
+        a_3, b_3 = outputs_of_pairs(gate_3, up_3, weight_3, limit, alpha, name, has_limit)
         none = q[:, None] * 0 + c[None, :] * 0
-        bits = top_of_four_rows(none, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
+        sizes = size_of_four_rows(none.to(tl.float32), a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
         q_0, q_1, q_2, q_3 = four_in_fp8(
             a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3, inverse, largest, mantissa, least_exponent, interpreted
         )
         store_four(row_ptr, row, last, c, is_feature, half_F, q_0, q_1, q_2, q_3)
         first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
         store_columns(column_ptr, q, is_place, c, is_feature, quarter_P, first, second)
-        top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+        top = largest_size(sizes)
         count = 0
         if not (top * inverse <= largest):
             # rare: computed again rather than kept
             size = none.to(tl.float32)
             over = none
             for j in range(rows):
-                a, b = outputs_of_row(
-                    pairs_ptr,
-                    weights_ptr,
-                    row + j,
-                    read_end,
-                    c,
-                    is_feature,
-                    half_F,
-                    weight_stride,
-                    limit,
-                    alpha,
-                    name,
-                    has_limit,
-                )
+                gate = load_of_row(pairs_ptr, row + j, read_end, c, is_feature, 2 * half_F)
+                up = load_of_row(pairs_ptr + half_F, row + j, read_end, c, is_feature, 2 * half_F)
+                weight = weight_of(weights_ptr, row + j, row + j < read_end, weight_stride)
+                a, b = outputs_of_pairs(gate, up, weight, limit, alpha, name, has_limit)
                 size, over = recounted(size, over, a, b, inverse, largest)
             top = tl.max(tl.max(size, axis=1), axis=0)
             count = tl.sum(tl.sum(over, axis=1), axis=0)
-        record(seen_ptr, saturated_ptr, top, count, has_seen)
+        record(seen_ptr, before, saturated_ptr, top, count, has_seen)
+        if (tile_p == 0) & (tile_f == 0):
+            tl.store(scale_copy_ptr, scale)
 
     @triton.jit
     def weighted_bwd_fp8_kernel(
@@ -339,79 +287,40 @@ if triton is not None:
         [2 F, P / 4]; parts of the weights' gradients [T, R]. See weighted_fwd_fp8_kernel."""
         # so that the compiler knows how the columns are aligned, whatever the number of rows is
         quarter_P = units * quarters
-        tile_p, tile_f = tile_of_program(tl.cdiv(quarter_P, b_p // 4), tl.cdiv(half_F, b_f // 2), below)
+        tile_p, tile_f = tile_of_program(below)
+        if tile_p * (b_p // 4) >= quarter_P:
+            return
         q = tile_p * (b_p // 4) + tl.arange(0, b_p // 4)
         c = tile_f * (b_f // 2) + tl.arange(0, b_f // 2)
         is_place = q < quarter_P
         is_feature = c < half_F
         row, last, read_end = place_of(first_ptr, last_ptr, group_ptr, q, is_place, E, quarters)
+        grad_0, grad_1, grad_2, grad_3 = load_four(grad_ptr, row, read_end, c, is_feature, half_F)
+        gate_0, gate_1, gate_2, gate_3 = load_four(pairs_ptr, row, read_end, c, is_feature, 2 * half_F)
+        up_0, up_1, up_2, up_3 = load_four(pairs_ptr + half_F, row, read_end, c, is_feature, 2 * half_F)
+        weight_0, weight_1, weight_2, weight_3 = four_weights(weights_ptr, row, read_end, weight_stride)
+        # behind those loads, which wait for it otherwise, and ahead of what waits for them
         scale = tl.load(scale_ptr)
+        before = tl.load(seen_ptr)
         inverse = inverse_of(scale)
-        if (tile_p == 0) & (tile_f == 0):
-            tl.store(scale_copy_ptr, scale)
-        a_0, b_0, u_0, v_0, w_0 = gradients_of_row(
-            grad_ptr,
-            pairs_ptr,
-            weights_ptr,
-            row,
-            read_end,
-            c,
-            is_feature,
-            half_F,
-            weight_stride,
-            limit,
-            alpha,
-            name,
-            has_limit,
-        )
-        a_1, b_1, u_1, v_1, w_1 = gradients_of_row(
-            grad_ptr,
-            pairs_ptr,
-            weights_ptr,
-            row + 1,
-            read_end,
-            c,
-            is_feature,
-            half_F,
-            weight_stride,
-            limit,
-            alpha,
-            name,
-            has_limit,
-        )
-        a_2, b_2, u_2, v_2, w_2 = gradients_of_row(
-            grad_ptr,
-            pairs_ptr,
-            weights_ptr,
-            row + 2,
-            read_end,
-            c,
-            is_feature,
-            half_F,
-            weight_stride,
-            limit,
-            alpha,
-            name,
-            has_limit,
-        )
-        a_3, b_3, u_3, v_3, w_3 = gradients_of_row(
-            grad_ptr,
-            pairs_ptr,
-            weights_ptr,
-            row + 3,
-            read_end,
-            c,
-            is_feature,
-            half_F,
-            weight_stride,
-            limit,
-            alpha,
-            name,
-            has_limit,
-        )
         none = q[:, None] * 0 + c[None, :] * 0
-        bits = top_of_four_rows(none, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
-        bits = top_of_four_rows(bits, u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3)
+        sizes = none.to(tl.float32)
+        a, b, u, v, w_0 = gradients_of_pairs(grad_0, gate_0, up_0, weight_0, limit, alpha, name, has_limit)
+        sizes = larger_size(larger_size(sizes, a, b), u, v)
+        gate_0 = two_in_fp8(a, b, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        up_0 = two_in_fp8(u, v, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        a, b, u, v, w_1 = gradients_of_pairs(grad_1, gate_1, up_1, weight_1, limit, alpha, name, has_limit)
+        sizes = larger_size(larger_size(sizes, a, b), u, v)
+        gate_1 = two_in_fp8(a, b, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        up_1 = two_in_fp8(u, v, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        a, b, u, v, w_2 = gradients_of_pairs(grad_2, gate_2, up_2, weight_2, limit, alpha, name, has_limit)
+        sizes = larger_size(larger_size(sizes, a, b), u, v)
+        gate_2 = two_in_fp8(a, b, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        up_2 = two_in_fp8(u, v, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        a, b, u, v, w_3 = gradients_of_pairs(grad_3, gate_3, up_3, weight_3, limit, alpha, name, has_limit)
+        sizes = larger_size(larger_size(sizes, a, b), u, v)
+        gate_3 = two_in_fp8(a, b, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        up_3 = two_in_fp8(u, v, inverse, inverse, largest, mantissa, least_exponent, interpreted)
         # zeros of rows that belong to no group
         part_ptr += tile_f.to(tl.int64) * R
         tl.store(part_ptr + row, w_0, mask=row < last)
@@ -419,47 +328,33 @@ if triton is not None:
         tl.store(part_ptr + row + 2, w_2, mask=row + 2 < last)
         tl.store(part_ptr + row + 3, w_3, mask=row + 3 < last)
         F = 2 * half_F
-        q_0, q_1, q_2, q_3 = four_in_fp8(
-            a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3, inverse, largest, mantissa, least_exponent, interpreted
-        )
-        store_four(row_ptr, row, last, c, is_feature, F, q_0, q_1, q_2, q_3)
-        first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        store_four(row_ptr, row, last, c, is_feature, F, gate_0, gate_1, gate_2, gate_3)
+        first, second = columns_of_rows(gate_0, gate_1, gate_2, gate_3, interpreted)
         store_columns(column_ptr, q, is_place, c, is_feature, quarter_P, first, second)
         # behind all of the gate
         row_ptr += half_F
         column_ptr += F.to(tl.int64) * quarter_P
-        q_0, q_1, q_2, q_3 = four_in_fp8(
-            u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3, inverse, largest, mantissa, least_exponent, interpreted
-        )
-        store_four(row_ptr, row, last, c, is_feature, F, q_0, q_1, q_2, q_3)
-        first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        store_four(row_ptr, row, last, c, is_feature, F, up_0, up_1, up_2, up_3)
+        first, second = columns_of_rows(up_0, up_1, up_2, up_3, interpreted)
         store_columns(column_ptr, q, is_place, c, is_feature, quarter_P, first, second)
-        top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+        top = largest_size(sizes)
         count = 0
         if not (top * inverse <= largest):
             size = none.to(tl.float32)
             over = none
             for j in range(rows):
-                a, b, u, v, _ = gradients_of_row(
-                    grad_ptr,
-                    pairs_ptr,
-                    weights_ptr,
-                    row + j,
-                    read_end,
-                    c,
-                    is_feature,
-                    half_F,
-                    weight_stride,
-                    limit,
-                    alpha,
-                    name,
-                    has_limit,
-                )
+                grad = load_of_row(grad_ptr, row + j, read_end, c, is_feature, half_F)
+                gate = load_of_row(pairs_ptr, row + j, read_end, c, is_feature, 2 * half_F)
+                up = load_of_row(pairs_ptr + half_F, row + j, read_end, c, is_feature, 2 * half_F)
+                weight = weight_of(weights_ptr, row + j, row + j < read_end, weight_stride)
+                a, b, u, v, _ = gradients_of_pairs(grad, gate, up, weight, limit, alpha, name, has_limit)
                 size, over = recounted(size, over, a, b, inverse, largest)
                 size, over = recounted(size, over, u, v, inverse, largest)
             top = tl.max(tl.max(size, axis=1), axis=0)
             count = tl.sum(tl.sum(over, axis=1), axis=0)
-        record(seen_ptr, saturated_ptr, top, count, has_seen)
+        record(seen_ptr, before, saturated_ptr, top, count, has_seen)
+        if (tile_p == 0) & (tile_f == 0):
+            tl.store(scale_copy_ptr, scale)
 
 
 def forward(gate_up_RF: Tensor, weights_R: Tensor, *, form: GatedForm) -> Tensor:
@@ -533,7 +428,7 @@ def forward_in_fp8(
     written = _empty(gate_up_RF, groups, F, known)
     if gate_up_RF.is_meta:
         return written
-    weighted_fwd_fp8_kernel[(ceil_div(groups.columns, tile.rows) * ceil_div(F, tile.columns),)](
+    weighted_fwd_fp8_kernel[grid_of_tiles(ceil_div(groups.columns, tile.rows), ceil_div(F, tile.columns), tile.below)](
         gate_up_RF.view(torch.int32),
         weights_R,
         *_places(groups),
@@ -580,7 +475,7 @@ def gradients_in_fp8(
     parts_TR = torch.empty(tiles, R, dtype=torch.float32, device=grad_RF.device)
     if gate_up_RF.is_meta:
         return written, parts_TR.sum(0).to(weights_R.dtype)
-    weighted_bwd_fp8_kernel[(ceil_div(groups.columns, tile.rows) * tiles,)](
+    weighted_bwd_fp8_kernel[grid_of_tiles(ceil_div(groups.columns, tile.rows), tiles, tile.below)](
         grad_RF.view(torch.int32),
         gate_up_RF.view(torch.int32),
         weights_R,

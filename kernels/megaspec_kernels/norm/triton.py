@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megaspec.core.divisors import ceil_div
+from megaspec_kernels.dependent_launch import has_dependent_launch
 from megaspec_kernels.fp8_cast import triton as fp8_cast
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
@@ -27,6 +28,7 @@ try:
     import triton
     import triton.language as tl
 
+    from megaspec_kernels.dependent_launch import let_next_begin
     from megaspec_kernels.fp8_cast.tile import INTERPRETED, inverse_of, record, rows_in_fp8, top_of_tile
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
@@ -196,15 +198,26 @@ if triton is not None:
         interpreted: tl.constexpr,
         b_m: tl.constexpr,
         b_d: tl.constexpr,
+        overlaps: tl.constexpr,
     ):
         """norm_fwd_kernel, but for what it writes: `row_ptr`, uint8 [M, D]."""
+        let_next_begin(overlaps)
         m = tl.program_id(0).to(tl.int64) * b_m + tl.arange(0, b_m)
         d = tl.arange(0, b_d)
         mask = (m < M)[:, None] & (d < D)[None, :]
         at = m[:, None] * D + d[None, :]
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if adds:
-            x += term_scale * tl.load(term_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            term = tl.load(term_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        # ahead of what waits for those loads
+        if gain != "none":
+            weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        if has_bias:
+            bias = tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr)
+        before = tl.load(seen_ptr)
+        if adds:
+            x += term_scale * term
             total = x.to(total_ptr.dtype.element_ty)
             tl.store(total_ptr + at, total, mask=mask)
             # what is kept is what is normed
@@ -217,20 +230,18 @@ if triton is not None:
         tl.store(statistics_ptr + m, rstd, mask=m < M)
         y = x * rstd[:, None]
         if gain != "none":
-            weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
             if gain == "one_plus":
                 weight += 1
             y *= weight[None, :]
         if has_bias:
-            y += tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            y += bias[None, :]
         y = tl.where(mask, y, 0.0)
-        scale = tl.load(scale_ptr)
         if tl.program_id(0) == 0:
             tl.store(scale_copy_ptr, scale)
         inverse = inverse_of(scale)
         tl.store(row_ptr + at, rows_in_fp8(y, inverse, largest, mantissa, least_exponent, interpreted), mask=mask)
         top, count = top_of_tile(y, inverse, largest)
-        record(seen_ptr, saturated_ptr, top, count, has_seen)
+        record(seen_ptr, before, saturated_ptr, top, count, has_seen)
 
 
 class Tile(NamedTuple):
@@ -462,6 +473,7 @@ def norm_forward_in_fp8(
         INTERPRETED,
         tile.rows,
         tile.features,
+        has_dependent_launch(),
         num_warps=tile.warps,
     )
     if columns:

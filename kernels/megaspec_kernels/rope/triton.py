@@ -9,6 +9,7 @@ turns, the rest of each query and key head is a unit behind those.
 # B sequences, T tokens, M = B T; N query heads, K key and value heads, H head size, R features of a head that turn,
 # C features of a token in the product of all three
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from megaspec.core.divisors import ceil_div
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
+from megaspec_kernels.fp8_cast.tiles import grid_of_tiles
 from megaspec_kernels.grid import next_power_of_2
 from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.rope.form import Heads, Turned, values_of
@@ -31,14 +33,16 @@ try:
         four_in_fp8,
         in_fp8,
         inverse_of,
+        largest_size,
+        load_four_rows,
         load_pairs,
         record,
         recounted,
+        size_of_four_rows,
         split,
         store_four_rows,
         store_two_columns,
         tile_of_program,
-        top_of_four_rows,
     )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
@@ -139,7 +143,8 @@ if triton is not None:
         over_sequences = tl.where(is_query, q_strides[0], tl.where(is_key, k_strides[0], v_strides[0]))
         over_tokens = tl.where(is_query, q_strides[1], tl.where(is_key, k_strides[1], v_strides[1]))
         over_heads = tl.where(is_query, q_strides[2], tl.where(is_key, k_strides[2], v_strides[2]))
-        return source + place * over_heads * per_stride, over_sequences.to(tl.int64), over_tokens.to(tl.int64)
+        source += place * over_heads * per_stride
+        return source, over_sequences.to(tl.int64), over_tokens.to(tl.int64), over_heads.to(tl.int64)
 
     @triton.jit
     def gradients_of_unit(
@@ -170,7 +175,7 @@ if triton is not None:
         is_token = (m < M)[:, None]
         low_mask = is_token & (f < n_low)[None, :]
         high_mask = is_token & (f < n_high)[None, :]
-        source, over_sequences, over_tokens = source_of(
+        source, over_sequences, over_tokens, _ = source_of(
             head, q_ptr, k_ptr, v_ptr, N, K, q_strides, k_strides, v_strides, per_stride, alignment
         )
         at = (m // T * over_sequences + m % T * over_tokens)[:, None] * per_stride + first + f[None, :]
@@ -265,6 +270,7 @@ if triton is not None:
         tl.store(column_ptr + (column + n_low).to(tl.int64)[None, :] * M + m[:, None], q, mask=high_mask)
         record(
             seen_ptr,
+            tl.load(seen_ptr),
             saturated_ptr,
             tl.max(tl.max(tl.maximum(size, size_high), axis=1), axis=0),
             tl.sum(tl.sum(over.to(tl.int32) + over_high.to(tl.int32), axis=1), axis=0),
@@ -279,22 +285,13 @@ if triton is not None:
         return first, second
 
     @triton.jit
-    def gradients_of_pairs(
-        source,
-        at,
-        half,
-        cos_ptr,
-        sin_ptr,
-        angle,
-        mask,
-        turns,
-        is_even: tl.constexpr,
-    ):
-        """Of two neighbours each in the low and the high half, int32 of two bf16 -> all four in fp32, turned back."""
-        low_0, low_1 = split(load_pairs(source, at, mask, is_even))
-        high_0, high_1 = split(load_pairs(source + half, at, mask, is_even))
-        cos_0, cos_1 = split_angles(tl.load(cos_ptr + angle, mask=mask & turns, other=0))
-        sin_0, sin_1 = split_angles(tl.load(sin_ptr + angle, mask=mask & turns, other=0))
+    def rotated_back(low, high, cos_ptr, sin_ptr, angle, mask, turns, is_even: tl.constexpr):
+        """Two neighbours each in the low and the high half, int32 of two bf16 -> all four in fp32, turned back."""
+        low_0, low_1 = split(low)
+        high_0, high_1 = split(high)
+        mask = mask & turns
+        cos_0, cos_1 = split_angles(tl.load(cos_ptr + angle, mask=mask, other=0))
+        sin_0, sin_1 = split_angles(tl.load(sin_ptr + angle, mask=mask, other=0))
         low_0, high_0 = turned_back(low_0, high_0, cos_0, sin_0, turns)
         low_1, high_1 = turned_back(low_1, high_1, cos_1, sin_1, turns)
         return low_0, low_1, high_0, high_1
@@ -321,7 +318,6 @@ if triton is not None:
         k_strides,
         v_strides,
         rows,
-        units,
         d_head: tl.constexpr,
         d_rotary: tl.constexpr,
         has_seen: tl.constexpr,
@@ -331,56 +327,64 @@ if triton is not None:
         interpreted: tl.constexpr,
         is_even: tl.constexpr,
         b_m: tl.constexpr,
+        b_h: tl.constexpr,
         b_f: tl.constexpr,
         below: tl.constexpr,
     ):
         """Gradients as int32 [B, T, heads, H / 2] with strides in 16 bytes, angles as int64 [angles, R / 4], rows as
         int16 [M, C / 2], columns as int32 [C, M / 4]: as fp8_cast/triton.py does, see its note "Pairs". `rows`: four,
-        which the compiler must not know. `b_f`: features of a half."""
-        tile_m, unit = tile_of_program(tl.cdiv(quarter_M, b_m // 4), units, below)
+        which the compiler must not know. `b_h`: units of a program, all of queries, of keys or of values. `b_f`:
+        features of a half."""
+        tile_m, tile_u = tile_of_program(below)
+        if tile_m * (b_m // 4) >= quarter_M:
+            return
         # all in pairs
-        head, first, half, _, turns = unit_of(unit, N + 2 * K, N + K, d_head // 2, d_rotary // 2)
+        head, first, half, _, turns = unit_of(tile_u * b_h, N + 2 * K, N + K, d_head // 2, d_rotary // 2)
         first = tl.multiple_of(first, 8)
         half = tl.multiple_of(half, 4)
-        # tokens 4 i + j, features 2 c and 2 c + 1 of each half
+        # tokens 4 i + j, heads h, features 2 c and 2 c + 1 of each half
         i = tl.arange(0, b_m // 4)
-        c = tl.arange(0, b_f // 2)
+        h = tl.arange(0, b_h * b_f // 2) // (b_f // 2)
+        c = tl.arange(0, b_h * b_f // 2) % (b_f // 2)
         mask = (tile_m * (b_m // 4) + i < quarter_M)[:, None] & (c < half)[None, :]
-        source, over_sequences, over_tokens = source_of(
+        source, over_sequences, over_tokens, over_heads = source_of(
             head, q_ptr, k_ptr, v_ptr, N, K, q_strides, k_strides, v_strides, 4, 16
         )
         source += first
         # four tokens lie in one sequence
-        m = tile_m.to(tl.int64) * b_m + 4 * i
-        at = (m // T * over_sequences + m % T * over_tokens)[:, None] * 4 + c[None, :]
+        # (in 32 bits: divisions of 64 were a tenth of the kernel)
+        m = tile_m * b_m + 4 * i
+        at = (m // T * over_sequences + m % T * over_tokens)[:, None] * 4 + (h * over_heads * 4 + c)[None, :]
         step = over_tokens * 4
-        angle = (m % angles)[:, None] * (d_rotary // 4) + c[None, :]
+        angle = (m % angles).to(tl.int64)[:, None] * (d_rotary // 4) + c[None, :]
         angle_step: tl.constexpr = d_rotary // 4
-        scale = tl.load(scale_ptr)
-        inverse = inverse_of(scale)
-        if (tile_m == 0) & (unit == 0):
-            tl.store(scale_copy_ptr, scale)
         # all are loaded before anything is stored
-        a_0, b_0, u_0, v_0 = gradients_of_pairs(source, at, half, cos_ptr, sin_ptr, angle, mask, turns, is_even)
-        a_1, b_1, u_1, v_1 = gradients_of_pairs(
-            source + step, at, half, cos_ptr + angle_step, sin_ptr + angle_step, angle, mask, turns, is_even
+        low_0, low_1, low_2, low_3 = load_four_rows(source, at, step, mask, is_even, "")
+        high_0, high_1, high_2, high_3 = load_four_rows(source + half, at, step, mask, is_even, "")
+        a_0, b_0, u_0, v_0 = rotated_back(low_0, high_0, cos_ptr, sin_ptr, angle, mask, turns, is_even)
+        a_1, b_1, u_1, v_1 = rotated_back(
+            low_1, high_1, cos_ptr + angle_step, sin_ptr + angle_step, angle, mask, turns, is_even
         )
-        a_2, b_2, u_2, v_2 = gradients_of_pairs(
-            source + 2 * step, at, half, cos_ptr + 2 * angle_step, sin_ptr + 2 * angle_step, angle, mask, turns, is_even
+        a_2, b_2, u_2, v_2 = rotated_back(
+            low_2, high_2, cos_ptr + 2 * angle_step, sin_ptr + 2 * angle_step, angle, mask, turns, is_even
         )
-        a_3, b_3, u_3, v_3 = gradients_of_pairs(
-            source + 3 * step, at, half, cos_ptr + 3 * angle_step, sin_ptr + 3 * angle_step, angle, mask, turns, is_even
+        a_3, b_3, u_3, v_3 = rotated_back(
+            low_3, high_3, cos_ptr + 3 * angle_step, sin_ptr + 3 * angle_step, angle, mask, turns, is_even
         )
+        # behind the loads, which wait for them otherwise
+        scale = tl.load(scale_ptr)
+        before = tl.load(seen_ptr)
+        inverse = inverse_of(scale)
         zero = i[:, None] * 0 + c[None, :] * 0
-        bits = top_of_four_rows(zero, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
-        bits = top_of_four_rows(bits, u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3)
+        sizes = size_of_four_rows(zero.to(tl.float32), a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
+        sizes = size_of_four_rows(sizes, u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3)
 
         half_C = (N + 2 * K) * (d_head // 2)
         column = head * (d_head // 2) + first
         row_ptr += tile_m.to(tl.int64) * b_m * half_C + column
         column_ptr += column.to(tl.int64) * (2 * quarter_M) + tile_m * (b_m // 4)
-        to = i[:, None] * (4 * half_C) + c[None, :]
-        down = c[None, :] * (2 * quarter_M) + i[:, None]
+        to = i[:, None] * (4 * half_C) + (h * (d_head // 2) + c)[None, :]
+        down = (h * (d_head // 2) + c)[None, :] * (2 * quarter_M) + i[:, None]
         q_0, q_1, q_2, q_3 = four_in_fp8(
             a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3, inverse, largest, mantissa, least_exponent, interpreted
         )
@@ -396,50 +400,49 @@ if triton is not None:
         store_four_rows(row_ptr, to, half_C, q_0, q_1, q_2, q_3, mask, is_even)
         first_column, second_column = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
         store_two_columns(column_ptr, down, quarter_M, first_column, second_column, mask, is_even)
-        top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+        top = largest_size(sizes)
         count = 0
         if not (top * inverse <= largest):
             # rare: computed again rather than kept
             size = zero.to(tl.float32)
             over = zero
             for j in range(rows):
-                a, b, u, v = gradients_of_pairs(
-                    source + j * step,
-                    at,
-                    half,
-                    cos_ptr + j * angle_step,
-                    sin_ptr + j * angle_step,
-                    angle,
-                    mask,
-                    turns,
-                    is_even,
-                )
+                low = load_pairs(source + j * step, at, mask, is_even)
+                high = load_pairs(source + j * step + half, at, mask, is_even)
+                angle_j = angle + j * angle_step
+                a, b, u, v = rotated_back(low, high, cos_ptr, sin_ptr, angle_j, mask, turns, is_even)
                 size, over = recounted(size, over, a, b, inverse, largest)
                 size, over = recounted(size, over, u, v, inverse, largest)
             top = tl.max(tl.max(size, axis=1), axis=0)
             count = tl.sum(tl.sum(over, axis=1), axis=0)
-        record(seen_ptr, saturated_ptr, top, count, has_seen)
+        record(seen_ptr, before, saturated_ptr, top, count, has_seen)
+        if (tile_m == 0) & (tile_u == 0):
+            tl.store(scale_copy_ptr, scale)
 
 
 class Tile(NamedTuple):
     """Of a kernel that writes fp8: of each column it writes as many bytes as rows."""
 
     rows: int
+    heads: int
+    """Beside each other, of queries, of keys or of values: they divide the numbers of all."""
     warps: int
     registers: int
     """Of a thread at most."""
     below: int
-    """Tiles below each other that programs next to each other take, see `tile_of_program` in fp8_cast/tile.py."""
+    """See `grid_of_tiles` in fp8_cast/tiles.py."""
 
 
-def _tile(half: int) -> Tile:
-    """Of so many features of each half: 16 bytes of each row and half a thread, so long as they are no more rows."""
-    rows = 128 if half <= 32 else 64
-    return Tile(rows, max(1, min(16, rows * half // 1024)), registers=128, below=8)
+# Halves of heads, as powers of two, that a program of pairs takes.
+HALVES = (8, 16, 32, 64, 128, 256)
 
 
-# Of sizes of half a head that are powers of two; others take that of the next one.
-TILES = {half: _tile(half) for half in (8, 16, 32, 64, 128, 256)}
+def tile_of(half: int, heads: Heads) -> Tile:
+    """For so many features of each half: 16 bytes of each row and half a thread. Of small heads a program takes some
+    beside each other, which read the same angles."""
+    together = math.gcd(heads.queries, heads.keys, max(1, 64 // half))
+    rows = 128 if together * half <= 32 else 64
+    return Tile(rows, together, max(1, min(16, rows * together * half // 1024)), registers=128, below=8)
 
 
 def _units(heads: Heads, d_rotary: int, *, values: bool) -> int:
@@ -612,11 +615,11 @@ def rope_backward_in_fp8(
         known.saturated,
     )
     # both halves of every unit in 16 bytes
-    in_pairs = M % 16 == 0 and T % 4 == 0 and heads.size % 16 == 0 and angles.d_rotary % 16 == 0 and block in TILES
+    in_pairs = M % 16 == 0 and T % 4 == 0 and heads.size % 16 == 0 and angles.d_rotary % 16 == 0 and block in HALVES
     if in_pairs and lying.per == 8 and grad_q.dtype == torch.bfloat16:
-        tile = TILES[block]
+        tile = tile_of(block, heads)
         is_even = M % tile.rows == 0 and angles.d_rotary == heads.size == 2 * block
-        rope_bwd_fp8_pairs_kernel[(ceil_div(M, tile.rows) * units,)](
+        rope_bwd_fp8_pairs_kernel[grid_of_tiles(ceil_div(M, tile.rows), units // tile.heads, tile.below)](
             *(grad.view(torch.int32) for grad in lying.grads),
             written.rows.view(torch.int16),
             written.columns.view(torch.int32),
@@ -630,7 +633,6 @@ def rope_backward_in_fp8(
             heads.keys,
             *lying.strides,
             M // (M // 4),
-            units,
             heads.size,
             angles.d_rotary,
             known.seen is not None,
@@ -638,6 +640,7 @@ def rope_backward_in_fp8(
             INTERPRETED,
             is_even,
             tile.rows,
+            tile.heads,
             block,
             tile.below,
             num_warps=tile.warps,
