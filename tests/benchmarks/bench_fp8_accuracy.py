@@ -3,12 +3,16 @@
   megaspec data prepare python --tokenizer bpe:32000 --out data/there
   python tests/benchmarks/bench_fp8_accuracy.py --text data/there --out accuracy.jsonl --plot accuracy.png
   python tests/benchmarks/bench_fp8_accuracy.py --text data/there --seeds 1,2,3 --at --out accuracy.jsonl
+  python tests/benchmarks/bench_fp8_accuracy.py --text data/there --runs 'tensorwise;rowwise' --first-layers-bf16 2 \
+    --steps 1 --warmup 0 --at 1 --batch 2 --seq 256
 
 bf16 runs first, and again with micro batches of another size, which sum in another order, and from another seed: so far
 runs of one format are apart. Then each recipe of fp8. With several --seeds each run begins from as many initial
 weights, and what counts is their mean: single runs of one format lie up to 1 % apart. --table FILE makes the table of
-lines that several commands wrote. Before some of its steps a twin in bf16 takes its weights and the step's batch:
-signal to noise is |g|² / |g - g of fp8|² in dB, of all weights of a layer together. A JSON line each.
+lines that several commands wrote. --first-layers-bf16 is of runs in fp8.
+
+Before some of its steps a twin in bf16 takes its weights and the step's batch: signal to noise is
+|g|² / |g - g of fp8|² in dB, of all weights of a layer together. A JSON line each.
 """
 
 import argparse
@@ -44,11 +48,11 @@ MODEL = {
     "tied_embeddings": True, "positions": {"kind": "rotary", "base": 1e4},
 }  # fmt: skip
 SMALL = MODEL | {"n_layers": 4, "d_model": 64, "n_heads": 2, "n_kv_heads": 2, "d_ffn": 128}
-SEQ, BATCH, MICRO_BATCH = 1024, 16, 8
+SEQ, BATCH = 1024, 16
 # What each run sets beside the rest.
 RUNS: dict[str, dict[str, Any]] = {
     "bf16": {},
-    "bf16, another order": {"train": {"micro_batch": MICRO_BATCH // 2}},
+    "bf16, another order": {"train": {"micro_batch": BATCH // 4}},
     "bf16, another seed": {"train": {"seed": 1002}},
     "tensorwise": {"precision": {"kind": "fp8", "recipe": "tensorwise"}},
     "delayed": {"precision": {"kind": "fp8", "recipe": "delayed"}},
@@ -77,8 +81,8 @@ def spec_of(args: argparse.Namespace, more: dict[str, Any], *, seed: int = 1) ->
         "optim": {"kind": "adamw", "lr": args.lr, "schedule": {"warmup_steps": args.warmup}},
         "train": {
             "steps": args.steps,
-            "global_batch": BATCH,
-            "micro_batch": MICRO_BATCH,
+            "global_batch": args.batch,
+            "micro_batch": args.batch // 2,
             "seed": seed,
             "eval_every": 0,
         },
@@ -87,6 +91,8 @@ def spec_of(args: argparse.Namespace, more: dict[str, Any], *, seed: int = 1) ->
     }
     for section, keys in more.items():
         fields[section] = fields.get(section, {}) | keys
+    if fields["precision"]["kind"] == "fp8":
+        fields["precision"] |= {"first_layers_bf16": args.first_layers_bf16}
     recipe = Recipe.model_validate_json(json.dumps(fields))
     return resolve(recipe, target_of(1), gather_facts(recipe))
 
@@ -179,7 +185,7 @@ def run(args: argparse.Namespace, name: str, seed: int, device: torch.device) ->
         "seed": spec.train.seed,
         "precision": spec.precision.model_dump(mode="json"),
         "parameters": sum(parameter.numel() for parameter in built.chunks[0].parameters()),
-        "tokens_a_step": BATCH * args.seq,
+        "tokens_a_step": args.batch * args.seq,
         "steps": args.steps,
         "warmup": args.warmup,
         "lr": args.lr,
@@ -263,6 +269,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", default=";".join(RUNS), help=f"of them and of {'; '.join(TE_RUNS)}, with ; between")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seq", type=int, default=SEQ)
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences of a step, in two micro batches")
+    parser.add_argument("--first-layers-bf16", type=int, default=1, help="of runs in fp8: layers in bf16 at the start")
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--warmup", type=int, default=50, help="steps in which the learning rate rises")
     parser.add_argument("--seeds", default="1", help="of initial weights, with commas between")
