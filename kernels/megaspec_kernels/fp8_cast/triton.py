@@ -396,7 +396,7 @@ if triton is not None:
                     pairs_ptr, at, half_K, mask, M // quarter_M, top, inverse, saturated_ptr, largest, is_even
                 )
         if copies:
-            tl.store(copy_ptr, tl.load(scale_ptr), mask=tl.program_id(0) == 0)
+            tl.store(copy_ptr, tl.load(scale_ptr), mask=(tile_m == 0) & (tile_k == 0))
 
     @triton.jit
     def columns_kernel(
