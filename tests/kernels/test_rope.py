@@ -109,8 +109,8 @@ LAYOUTS = ("tokens first", "heads first", "parts of one", "mixed")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("lying", LAYOUTS)
 # all but the first two are read in pairs where they are bf16; those of 128 tokens fill their tiles, the others in part.
-# Where two divides the heads of queries and of keys a program takes two. The last case has more tiles than lie below each
-# other in a grid, and heads of which a part turns
+# Where two divides the heads of queries and of keys a program takes two. The last case has more tiles than lie below
+# each other in a grid, and heads of which a part turns
 @pytest.mark.parametrize(
     ("B", "T", "heads", "R"),
     [

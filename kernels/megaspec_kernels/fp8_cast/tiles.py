@@ -19,8 +19,8 @@ class Tile(NamedTuple):
     """What caches are told about what is read. evict_first: it is read once, and what is written is kept instead."""
 
 
-# Along the second and the third axis of a grid (CUDA programming guide, "Compute Capabilities"): in tiles of 64x64, eight
-# below each other, 4 million columns and 33 million rows.
+# Along the second and the third axis of a grid (CUDA programming guide, "Compute Capabilities"): in tiles of 64x64,
+# eight below each other, 4 million columns and 33 million rows.
 MOST_PROGRAMS = 65535
 
 
