@@ -3,9 +3,14 @@ its stream writes is launched while that one still runs, and waits for it on the
 
 A kernel lets the next one begin (`let_next_begin`), which happens once all of its programs have said so or ended. The
 next one is launched with `launch_pdl=True`, and waits (`wait_for_kernel_before`) until all kernels before it have ended
-and what they wrote can be read. Ahead of that it may compute, and read what a kernel wrote that had ended before the
-one that it follows began; anything else would be a race. Of two short kernels that hides a launch and the time in which
-the last programs of the first one leave most of the GPU idle.
+and what they wrote can be read: all of them, since each kernel that was launched so itself has waited before it ended.
+Ahead of that it may compute, and read what a kernel wrote that had ended before the one that it follows began; anything
+else would be a race. Of two short kernels that hides a launch and the time in which the last programs of the first one
+leave most of the GPU idle.
+
+What ended before is known where a kernel in the row was launched in the ordinary way: it begins when all before it have
+ended. Kernels of others that are launched so wait before they read, too. tests/kernels/test_compiled_for_hopper.py
+looks for races in what is compiled.
 """
 
 from functools import cache

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaspec_kernels import dependent_launch
 from megaspec_kernels.benches import BENCHES
@@ -98,8 +99,10 @@ def spilling(found: list[Compiled]) -> list[Compiled]:
     return [one for one in found if one.stack > FEW]
 
 
-# What follows another kernel and reads ahead of its end what was there before that one began.
+# What follows another kernel and reads the matrix, its first argument, ahead of that one's end.
 READ_AHEAD = {"amax_of_lines_kernel", "lines_kernel"}
+# Instructions of PTX that reach memory which kernels share, with the register that has the address.
+REACHES = re.compile(r"\b(ld|st|red|atom|cp|prefetch|discard)\b[\w.:]*\.global\b[^\[;]*\[ *(%rd\d+)")
 
 
 def racing(found: list[Compiled]) -> list[str]:
@@ -108,10 +111,31 @@ def racing(found: list[Compiled]) -> list[str]:
     racing = []
     for one in found:
         ahead, wait, _ = one.ptx.partition("griddepcontrol.wait")
-        forbidden = r"\b(st|red|atom)\.global" if one.kernel in READ_AHEAD else r"\b(ld|st|red|atom)\.global"
-        if one.follows and (not wait or re.search(forbidden, ahead)):
+        allowed = {("ld", f"{one.kernel}_param_0")} if one.kernel in READ_AHEAD else set()
+        if one.follows and (not wait or not reached(ahead) <= allowed):
             racing.append(one.kernel)
     return racing
+
+
+def reached(ptx: str) -> set[tuple[str, str]]:
+    """What is done to memory, and by an address that is computed from which pointer."""
+    pointers = set(re.findall(r"\.param \.u64 \.ptr \.global \.align \d+ (\w+)", ptx))
+    made_of: dict[str, set[str]] = {}
+    for line in ptx.splitlines():
+        # `add.s64 %rd53, %rd5, %rd52;`, `ld.param.b64 %rd5, [kernel_param_0];`
+        if made := re.match(r"\s*(?:@!?%p\d+ )?[a-z][\w.]*\s+(%r\w*\d+), (.*);", line):
+            made_of.setdefault(made[1], set()).update(re.findall(r"%r\w*\d+|\w+_param_\d+", made[2]))
+    found = set()
+    for kind, address in REACHES.findall(ptx):
+        sources = {address}
+        missing = [address]
+        while missing:
+            new = made_of.get(missing.pop(), set()) - sources
+            sources |= new
+            missing += new
+        # an address of no pointer would be one that is not understood here
+        found |= {(kind, name) for name in sources & pointers or {"unknown"}}
+    return found
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -163,13 +187,55 @@ def test_what_is_launched_while_the_kernel_before_it_runs(compiled) -> None:
     assert following == READ_AHEAD | {"pairs_kernel", "columns_kernel", "finish_kernel"}
 
 
+class Launches(TorchDispatchMode):
+    """Operations of torch that launch a kernel on a GPU, and kernels of Triton, in their order."""
+
+    # views, and memory that nothing is written to
+    LAUNCH_NOTHING = frozenset(("empty", "empty_like", "new_empty", "detach", "slice", "t", "view"))
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        jit = triton.runtime.jit.JITFunction
+        run = jit.run
+
+        def recorded(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            self.names.append(kernel.fn.__name__)
+            return run(kernel, *args, **kwargs)
+
+        monkeypatch.setattr(jit, "run", recorded)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op.overloadpacket.__name__
+        if name not in self.LAUNCH_NOTHING:
+            self.names.append(name)
+        return op(*args, **(kwargs or {}))
+
+
+def test_what_is_read_ahead_was_written_before_an_ordinary_launch(compiled, monkeypatch) -> None:
+    """A copy of a matrix that is not contiguous too: the filling with zeros begins when the copy has ended."""
+    cast = REGISTRY["fp8_cast"]["triton"]
+    x = bf16(*WHOLE).t()
+    with Launches(monkeypatch) as launches:
+        cast.quantise_lines(x, dtype=E4M3)
+    assert launches.names == ["clone", "zeros", "amax_of_lines_kernel", "lines_kernel"]
+    assert all(one.follows for one in compiled())
+
+
+def test_by_known_largest_elements_lines_follow_nothing(compiled) -> None:
+    """Whatever the kernel before may be, it may have written the matrix."""
+    amax = (torch.zeros(WHOLE[0], 1), torch.zeros(1, WHOLE[1]))
+    REGISTRY["fp8_cast"]["triton"].quantise_lines(bf16(*WHOLE), dtype=E4M3, amax=amax)
+    assert [(one.kernel, one.follows) for one in compiled()] == [("lines_kernel", False)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ENDS, ids=str)
 def test_what_writes_fp8_where_tiles_are_not_whole(shape: tuple[int, int], compiled) -> None:
     """These may spill: such shapes are few and small."""
     for write in writers(*shape).values():
         write()
-    assert compiled()
+    assert not racing(compiled())
 
 
 @pytest.mark.slow
@@ -182,7 +248,9 @@ def test_what_benchmarks_time(operation: str, compiled, monkeypatch) -> None:
         monkeypatch.setattr(module, "training_dtype", lambda device: torch.bfloat16)
     for work in bench.works("triton", CPU):
         work.call()
-    assert not spilling(compiled())
+    found = compiled()
+    assert not spilling(found)
+    assert not racing(found)
 
 
 def test_gates_of_experts_that_write_fp8(compiled) -> None:
@@ -204,17 +272,36 @@ def test_a_kernel_that_spills_would_be_seen(compiled) -> None:
 
 
 @triton.jit
-def racing_kernel(x_ptr, waits: tl.constexpr):
-    x = tl.load(x_ptr + tl.arange(0, 128))
-    if waits:
+def racing_kernel(x_ptr, y_ptr, hazard: tl.constexpr):
+    i = tl.arange(0, 128) + 128 * tl.program_id(0)
+    x = tl.load(x_ptr + i)
+    if hazard == "reads":
+        x += tl.load(y_ptr + i)
+    if hazard == "writes":
+        tl.store(y_ptr + i, x)
+    if hazard == "adds":
+        tl.atomic_add(y_ptr + i, x, sem="relaxed")
+    if hazard != "never waits":
         dependent_launch.wait_for_kernel_before(True)
-    tl.store(x_ptr + tl.arange(0, 128), x + 1)
+    tl.store(y_ptr + i, x + 1)
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_kernel_that_does_not_wait_would_be_seen(waits: bool, compiled) -> None:
-    racing_kernel[(1,)](torch.zeros(128, dtype=torch.int32), waits, launch_pdl=True)
+@pytest.mark.parametrize("hazard", ["never waits", "reads", "writes", "adds"])
+def test_a_kernel_that_does_not_wait_would_be_seen(hazard: str, compiled, monkeypatch) -> None:
+    x, y = torch.zeros(2, 128, dtype=torch.int32)
+    racing_kernel[(1,)](x, y, hazard, launch_pdl=True)
     assert racing(compiled()) == ["racing_kernel"]
+    # also where it may read its first argument
+    monkeypatch.setattr(sys.modules[__name__], "READ_AHEAD", {"racing_kernel"})
+    assert racing(compiled()) == ["racing_kernel"]
+
+
+def test_a_kernel_that_reads_ahead_is_told_from_one_that_races(compiled, monkeypatch) -> None:
+    x, y = torch.zeros(2, 128, dtype=torch.int32)
+    racing_kernel[(1,)](x, y, "none", launch_pdl=True)
+    assert racing(compiled()) == ["racing_kernel"]
+    monkeypatch.setattr(sys.modules[__name__], "READ_AHEAD", {"racing_kernel"})
+    assert not racing(compiled())
 
 
 @triton.jit

@@ -273,6 +273,20 @@ def test_every_tile_of_triton_makes_the_same_bits(device) -> None:
             assert seen.item() == part.abs().max().item()
 
 
+def test_triton_takes_more_tiles_than_lie_below_each_other(device) -> None:
+    """In one place of a grid's third axis, see grid_of_tiles."""
+    kernel = kernel_on("triton", device)
+    x = numbers(9 * 128 + 16, 16, torch.bfloat16)
+    one = torch.tensor([[2.0**-4]])
+    rows, columns = KERNELS["reference"].cast(x, one, block=(None, None), dtype=E5M2, columns=True)
+    with filled_with_nan():
+        found = kernel.cast(x.to(device), one.to(device), block=(None, None), dtype=E5M2, columns=True)
+        turned = kernel.columns(rows.to(device))
+    assert same_bits(found[0], rows)
+    assert same_bits(found[1], columns)
+    assert same_bits(turned, columns)
+
+
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (63, 96), (144, 272), (256, 384)], ids=str)
 @pytest.mark.parametrize("name", list(KERNELS))
@@ -382,10 +396,10 @@ def test_every_tile_of_triton_makes_the_same_lines(device) -> None:
             _check_same(lines, plain.quantise_lines(x, dtype=E4M3), what)
 
 
-def test_lines_of_many_tiles(device) -> None:
+def test_triton_takes_lines_of_many_tiles(device) -> None:
     kernel = kernel_on("triton", device)
-    # five tiles of a row
-    x = torch.full((16, 4 * 128 + 16), 2.0**-9, dtype=torch.bfloat16)
+    # six tiles of a row, and more of a column than lie below each other in a grid
+    x = torch.full((16, 5 * 128 + 16), 2.0**-9, dtype=torch.bfloat16)
     # in the first tile of a row, in the third one and in the last one
     x[0, 0] = 3.0
     x[1, 300] = -5.0

@@ -31,6 +31,8 @@ BITS = [
     ((63, 130, 0, 1, 17), 9, 144, E5M2),
     ((5, 0, 3, 8), 0, 24, E5M2),
     (FULL, 13, 144, E4M3),
+    # more tiles than lie below each other in a grid
+    ((1200, 3), 5, 48, E4M3),
 ]
 RECORDED = [
     *((sizes, rest, 24, gathers) for sizes, rest in SIZES[:4] for gathers in (False, True)),

@@ -83,8 +83,8 @@ def test_no_number_stays_none(implementation: str, form: GatedForm, device: torc
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.code.replace(" ", "-"))
-# the last two are read in pairs where they are bf16
-@pytest.mark.parametrize(("M", "F"), [(1, 16), (63, 200), (144, 80), (128, 64)])
+# the last three are read in pairs where they are bf16, the last one in more tiles than lie below each other in a grid
+@pytest.mark.parametrize(("M", "F"), [(1, 16), (63, 200), (144, 80), (128, 64), (592, 16)])
 def test_triton_writes_fp8(dtype: torch.dtype, form: GatedForm, M: int, F: int, device: torch.device) -> None:
     """Forward and backward, by scales that a few elements are too large for."""
     if device.type == "cpu" and not INTERPRETED:

@@ -60,8 +60,8 @@ def test_triton_computes_the_equation_and_its_gradients(
     check(run(by_kernel, mine, grad, form), run(plain, mine, grad, form), truth)
 
 
-# rows of each expert, and rows of none behind them
-GROUPS = [((5, 0, 3, 40, 1, 0), 0), ((0, 130, 7), 9)]
+# rows of each expert, and rows of none behind them; the first ones in more tiles than lie below each other in a grid
+GROUPS = [((1200, 3), 5), ((5, 0, 3, 40, 1, 0), 0), ((0, 130, 7), 9)]
 
 
 # formats and widths that are taken in pairs of neighbours, and those that are not

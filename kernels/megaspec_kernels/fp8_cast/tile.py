@@ -64,7 +64,7 @@ if triton is not None:
 
     @triton.jit
     def tile_of_program(below: tl.constexpr):
-        """Of a grid that grid_of_tiles makes: the program's tile, down and across. Those down may be past the end."""
+        """Of a grid that grid_of_tiles makes: the program's tile, down and across. It may lie below the matrix."""
         return tl.program_id(2) * below + tl.program_id(0), tl.program_id(1)
 
     @triton.jit
@@ -312,7 +312,7 @@ if triton is not None:
 
     @triton.jit
     def larger_of(a, b):
-        """The larger one, NaN where there is one: a single instruction, the signs' removal with it."""
+        """The larger one, NaN where there is one: one instruction, also where signs are taken off first."""
         return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
     @triton.jit

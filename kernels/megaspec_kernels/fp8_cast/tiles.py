@@ -19,6 +19,11 @@ class Tile(NamedTuple):
     """What caches are told about what is read. evict_first: it is read once, and what is written is kept instead."""
 
 
+# Along the second and the third axis of a grid (CUDA programming guide, "Compute Capabilities"): in tiles of 64x64,
+# eight below each other, 4 million columns and 33 million rows.
+MOST_PROGRAMS = 65535
+
+
 def grid_of_tiles(down: int, across: int, below: int) -> tuple[int, int, int]:
     """Programs for so many tiles down a matrix and across it.
 
@@ -27,7 +32,9 @@ def grid_of_tiles(down: int, across: int, below: int) -> tuple[int, int, int]:
     have none. The grid has three axes, so that a program knows its tile without a division: the first read of memory
     would wait for it.
     """
-    return below, across, ceil_div(down, below)
+    grid = (below, across, ceil_div(down, below))
+    assert max(grid[1:]) <= MOST_PROGRAMS, f"a grid of {grid}: CUDA's y and z axes end at {MOST_PROGRAMS}"
+    return grid
 
 
 # None of these spills in a cast (Triton 3.6, sm90).

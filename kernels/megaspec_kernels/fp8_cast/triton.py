@@ -396,7 +396,7 @@ if triton is not None:
                     pairs_ptr, at, half_K, mask, M // quarter_M, top, inverse, saturated_ptr, largest, is_even
                 )
         if copies:
-            tl.store(copy_ptr, tl.load(scale_ptr), mask=tl.program_id(0) == 0)
+            tl.store(copy_ptr, tl.load(scale_ptr), mask=(tile_m == 0) & (tile_k == 0))
 
     @triton.jit
     def columns_kernel(
@@ -495,8 +495,8 @@ if triton is not None:
         policy: tl.constexpr,
         overlaps: tl.constexpr,
     ):
-        """x as int32 [M, K / 2] -> the largest elements of its rows [M] and columns [K], as bits, which are zeros
-        before. See note "Lines"."""
+        """x as int32 [M, K / 2] -> the largest elements of its rows [M] and columns [K], as bits, into memory that is
+        filled with zeros right before. See note "Lines"."""
         let_next_begin(overlaps)
         tile_m, tile_k = tile_of_program(below)
         if tile_m * b_m >= M:
@@ -521,7 +521,7 @@ if triton is not None:
         k = tile_k * b_k + tl.arange(0, b_k)
         of_rows = one_behind_the_other(largest_0, largest_1, largest_2, largest_3, b_m)
         of_columns = tl.reshape(tl.join(low, high), (b_k,))
-        # x was there before the zeros were asked for
+        # for the zeros; x was written before their filling began
         wait_for_kernel_before(overlaps)
         tl.atomic_max(row_ptr + m, of_rows, mask=m < M, sem="relaxed")
         tl.atomic_max(column_ptr + k, of_columns, mask=k < K, sem="relaxed")
@@ -630,7 +630,7 @@ if triton is not None:
         row_ptr += begin
         # all before anything is stored, as in pairs_kernel
         pairs_0, pairs_1, pairs_2, pairs_3 = load_four_rows(pairs_ptr, at, half_K, mask, is_even, policy)
-        # x was there before the kernel was begun that finds the largest elements
+        # for the largest elements; x was written before the zeros under them
         wait_for_kernel_before(overlaps)
 
         pairs_0 = without_infinity(pairs_0, interpreted)
@@ -911,7 +911,8 @@ def amax_of_lines(x_MK: Tensor, *, tile: Tile | None = None) -> tuple[Tensor, Te
 
 
 def _form_of_lines(M: int, K: int, tile: Tile, *, follows: bool) -> dict[str, object]:
-    """What kernels of lines are compiled for. `follows`: a kernel that was just launched, when x was there."""
+    """What kernels of lines are compiled for. `follows`: right behind a kernel that began when x had been written, so
+    that x is read before that one has ended, see dependent_launch.py."""
     follows = follows and has_dependent_launch()
     return {
         "interpreted": INTERPRETED,

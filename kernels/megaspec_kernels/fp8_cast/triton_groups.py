@@ -344,7 +344,7 @@ if triton is not None:
                 # of none nothing is added
                 tl.atomic_add(saturated_ptr, count.to(tl.int64), mask=count > 0, sem="relaxed")
         if copies:
-            tl.store(copy_ptr, tl.load(scale_ptr), mask=tl.program_id(0) == 0)
+            tl.store(copy_ptr, tl.load(scale_ptr), mask=(tile_p == 0) & (tile_i == 0))
 
     @triton.jit
     def recounted_pairs(size, over, low, high, low_inverse, high_inverse, largest: tl.constexpr):

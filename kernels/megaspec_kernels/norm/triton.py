@@ -201,6 +201,7 @@ if triton is not None:
         overlaps: tl.constexpr,
     ):
         """norm_fwd_kernel, but for what it writes: `row_ptr`, uint8 [M, D]."""
+        # which may turn the rows round
         let_next_begin(overlaps)
         m = tl.program_id(0).to(tl.int64) * b_m + tl.arange(0, b_m)
         d = tl.arange(0, b_d)

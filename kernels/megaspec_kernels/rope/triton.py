@@ -351,8 +351,7 @@ if triton is not None:
             head, q_ptr, k_ptr, v_ptr, N, K, q_strides, k_strides, v_strides, 4, 16
         )
         source += first
-        # four tokens lie in one sequence
-        # (in 32 bits: divisions of 64 were a tenth of the kernel)
+        # four tokens lie in one sequence; in 32 bits, since divisions of 64 were a tenth of the kernel
         m = tile_m * b_m + 4 * i
         at = (m // T * over_sequences + m % T * over_tokens)[:, None] * 4 + (h * over_heads * 4 + c)[None, :]
         step = over_tokens * 4
@@ -371,7 +370,7 @@ if triton is not None:
         a_3, b_3, u_3, v_3 = rotated_back(
             low_3, high_3, cos_ptr + 3 * angle_step, sin_ptr + 3 * angle_step, angle, mask, turns, is_even
         )
-        # behind the loads, which wait for them otherwise
+        # behind those loads, which wait for them otherwise
         scale = tl.load(scale_ptr)
         before = tl.load(seen_ptr)
         inverse = inverse_of(scale)
@@ -425,7 +424,7 @@ class Tile(NamedTuple):
 
     rows: int
     heads: int
-    """Beside each other, of queries, of keys or of values: they divide the numbers of all."""
+    """Beside each other, all of queries, of keys or of values: a divisor of the numbers of each."""
     warps: int
     registers: int
     """Of a thread at most."""
