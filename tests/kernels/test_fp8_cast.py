@@ -382,7 +382,7 @@ def test_every_tile_of_triton_makes_the_same_lines(device) -> None:
             _check_same(lines, plain.quantise_lines(x, dtype=E4M3), what)
 
 
-def test_lines_of_many_tiles(device) -> None:
+def test_triton_takes_lines_of_many_tiles(device) -> None:
     kernel = kernel_on("triton", device)
     # five tiles of a row
     x = torch.full((16, 4 * 128 + 16), 2.0**-9, dtype=torch.bfloat16)
