@@ -195,7 +195,7 @@ def gather_global(local: Mapping[str, Tensor], layouts: Mapping[str, Layout], *,
     nothing = torch.empty(0, dtype=torch.float64, device=mesh.device)
     flat = torch.cat([nothing, *(tensor.detach().to(nothing).reshape(-1) for tensor in local.values())])
     text = layouts_as_json([layouts[name] for name in local])
-    described = torch.tensor(list(text), dtype=torch.uint8, device=mesh.device)
+    described = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(mesh.device)
     flats = [flat]
     texts = [described]
     if mesh.world_size > 1:
@@ -208,7 +208,7 @@ def gather_global(local: Mapping[str, Tensor], layouts: Mapping[str, Layout], *,
     # by name, every rank's layout and local tensor
     shares: dict[str, list[tuple[Layout, Tensor]]] = {}
     for flat_there, text_there in zip(flats, texts, strict=True):
-        layouts_there = layouts_of_json(bytes(text_there.tolist()))
+        layouts_there = layouts_of_json(text_there.cpu().numpy().tobytes())
         sizes = [prod(layout.local_shape) for layout in layouts_there]
         for layout, tensor in zip(layouts_there, flat_there.cpu().split(sizes), strict=True):
             shares.setdefault(layout.name, []).append((layout, tensor.view(layout.local_shape)))

@@ -731,8 +731,8 @@ FP8 = [
         "scales of columns twice as large",
         Patch(
             FP8_LAYER,
-            "in_columns = Fp8Tensor(by_columns, scale_in_columns(column_scale,",
-            "in_columns = Fp8Tensor(by_columns, scale_in_columns(2 * column_scale,",
+            "in_columns = Fp8Tensor(both.columns, scale_in_columns(both.column_scale,",
+            "in_columns = Fp8Tensor(both.columns, scale_in_columns(2 * both.column_scale,",
         ),
         FP8_ROWS,
         invisible=True,

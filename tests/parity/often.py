@@ -84,6 +84,7 @@ def _ways(case: Case) -> dict[str, Hashable]:
     return ways
 
 
+@cache
 def _differences(case: Case) -> dict[str, Hashable]:
     """The fields of a case that are not those of a plain model on one rank."""
     found = {field.name: getattr(case, field.name) for field in fields(case)}

@@ -1,7 +1,6 @@
 """What ranks run in the parity tests."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -47,9 +46,10 @@ def train(
 
 def plain(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory that can leave the process: tensors as numpy arrays."""
-    fields = asdict(trajectory)
+    fields = dict(vars(trajectory))
     for part in PARTS:
-        fields[part]["values"] = {n: t.numpy() for n, t in fields[part]["values"].items()}
+        gathered: Gathered = fields[part]
+        fields[part] = vars(gathered) | {"values": {n: t.numpy() for n, t in gathered.values.items()}}
     return fields
 
 
