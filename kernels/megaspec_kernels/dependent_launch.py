@@ -43,6 +43,13 @@ def has_dependent_launch() -> bool:
     return _has_it(driver.get_current_device())
 
 
+def following(follows: bool = True) -> dict[str, bool]:
+    """What a kernel that may follow another is launched with: that it waits, and that it is launched early. `follows`:
+    whether it does so in this launch."""
+    early = follows and has_dependent_launch()
+    return {"overlaps": early, "launch_pdl": early}
+
+
 @cache
 def _has_it(device: int) -> bool:
     target = triton.runtime.driver.active.get_current_target()

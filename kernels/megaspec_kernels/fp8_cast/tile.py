@@ -26,18 +26,14 @@ if triton is not None:
 
     # PTX of four numbers in fp32 -> their bytes in 32 bits, the first one's lowest. Of two operands a conversion makes
     # the first one the upper byte.
-    CONVERT_TO_E4M3 = tl.constexpr("""{
+    _CONVERT = """{
         .reg .b16 low, high;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        cvt.rn.satfinite.FORMAT.f32 low, $2, $1;
+        cvt.rn.satfinite.FORMAT.f32 high, $4, $3;
         mov.b32 $0, {low, high};
-        }""")
-    CONVERT_TO_E5M2 = tl.constexpr("""{
-        .reg .b16 low, high;
-        cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high};
-        }""")
+        }"""
+    CONVERT_TO_E4M3 = tl.constexpr(_CONVERT.replace("FORMAT", "e4m3x2"))
+    CONVERT_TO_E5M2 = tl.constexpr(_CONVERT.replace("FORMAT", "e5m2x2"))
 
     @triton.jit
     def fp8_bytes(y, mantissa: tl.constexpr, least_exponent: tl.constexpr, largest: tl.constexpr):
@@ -71,6 +67,17 @@ if triton is not None:
     def inverse_of(scale):
         """2^-e of 2^e, by its bits."""
         return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def load_known(scale_ptr, seen_ptr):
+        """-> a known scale, its inverse, and the largest element that was seen so far, as bits; see see_above.
+
+        Its place is behind the loads of a tile and ahead of what is computed of them: the compiler waits for a scale,
+        which is one number for a whole program, before it begins a load that stands behind it.
+        """
+        scale = tl.load(scale_ptr)
+        before = tl.load(seen_ptr)
+        return scale, inverse_of(scale), before
 
     @triton.jit
     def see(top, seen_ptr):

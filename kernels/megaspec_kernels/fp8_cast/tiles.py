@@ -62,7 +62,9 @@ TILES_OF_LARGEST = {
 
 def best_of_largest(K: int) -> Tile:
     """Of rows of so many elements. Where they are few, caches hold a part of the matrix (H200)."""
-    return TILES_OF_LARGEST["128x64" if K <= 8192 else "64x128"]
+    if K <= 8192:
+        return TILES_OF_LARGEST["128x64"]
+    return TILES_OF_LARGEST["64x128"]
 
 
 # Of the kernel that casts by scales of whole lines.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megaspec.core.divisors import ceil_div
-from megaspec_kernels.dependent_launch import has_dependent_launch
+from megaspec_kernels.dependent_launch import following, has_dependent_launch
 from megaspec_kernels.fp8_cast.formats import (
     COLUMN,
     LARGEST,
@@ -785,9 +785,8 @@ def _finish(bits: Tensor, shape: tuple[int, int], *, strides: tuple[int, int], p
         exponent,
         b_out,
         b_part,
-        has_dependent_launch(),
         num_warps=WARPS,
-        launch_pdl=has_dependent_launch(),
+        **following(),
     )
     return out.view(torch.float32)
 
@@ -856,10 +855,9 @@ def cast(
             b_k=tile.columns,
             below=tile.below,
             policy=tile.policy,
-            overlaps=has_dependent_launch(),
             num_warps=tile.warps,
             maxnreg=tile.registers,
-            launch_pdl=has_dependent_launch(),
+            **following(),
         )
         return by_rows, by_columns
     cast_kernel[(ceil_div(M, SMALL_TILE), ceil_div(K, SMALL_TILE))](
@@ -913,7 +911,6 @@ def amax_of_lines(x_MK: Tensor, *, tile: Tile | None = None) -> tuple[Tensor, Te
 def _form_of_lines(M: int, K: int, tile: Tile, *, follows: bool) -> dict[str, object]:
     """What kernels of lines are compiled for. `follows`: right behind a kernel that began when x had been written, so
     that x is read before that one has ended, see dependent_launch.py."""
-    follows = follows and has_dependent_launch()
     return {
         "interpreted": INTERPRETED,
         "is_even": M % tile.rows == 0 and K % tile.columns == 0,
@@ -921,10 +918,9 @@ def _form_of_lines(M: int, K: int, tile: Tile, *, follows: bool) -> dict[str, ob
         "b_k": tile.columns,
         "below": tile.below,
         "policy": tile.policy,
-        "overlaps": follows,
-        "launch_pdl": follows,
         "num_warps": tile.warps,
         "maxnreg": tile.registers,
+        **following(follows),
     }
 
 
@@ -1030,8 +1026,7 @@ def columns(x_MK: Tensor, *, tile: Tile = BEST) -> Tensor:
         b_m=tile.rows,
         b_k=tile.columns,
         below=tile.below,
-        overlaps=has_dependent_launch(),
         num_warps=tile.warps,
-        launch_pdl=has_dependent_launch(),
+        **following(),
     )
     return out

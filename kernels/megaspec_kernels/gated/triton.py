@@ -26,6 +26,7 @@ try:
         in_fp8,
         inverse_of,
         largest_size,
+        load_known,
         load_pairs,
         record,
         recounted,
@@ -344,10 +345,7 @@ if triton is not None:
         a_1, b_1 = outputs_of_pairs(pairs_ptr, at + F, half_F, mask, limit, alpha, name, has_limit, is_even)
         a_2, b_2 = outputs_of_pairs(pairs_ptr, at + 2 * F, half_F, mask, limit, alpha, name, has_limit, is_even)
         a_3, b_3 = outputs_of_pairs(pairs_ptr, at + 3 * F, half_F, mask, limit, alpha, name, has_limit, is_even)
-        # behind those loads, which wait for it otherwise, and ahead of what waits for them
-        scale = tl.load(scale_ptr)
-        before = tl.load(seen_ptr)
-        inverse = inverse_of(scale)
+        scale, inverse, before = load_known(scale_ptr, seen_ptr)
         sizes = size_of_four_rows(at.to(tl.float32) * 0.0, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
         q_0, q_1, q_2, q_3 = four_in_fp8(
             a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3, inverse, largest, mantissa, least_exponent, interpreted
@@ -426,10 +424,7 @@ if triton is not None:
         a_3, b_3, u_3, v_3 = gradients_of_pairs(
             grad_ptr, pairs_ptr, g + 3 * half_F, at + 3 * F, half_F, mask, limit, alpha, name, has_limit, is_even
         )
-        # behind those loads, which wait for it otherwise, and ahead of what waits for them
-        scale = tl.load(scale_ptr)
-        before = tl.load(seen_ptr)
-        inverse = inverse_of(scale)
+        scale, inverse, before = load_known(scale_ptr, seen_ptr)
         sizes = size_of_four_rows(at.to(tl.float32) * 0.0, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
         sizes = size_of_four_rows(sizes, u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3)
         column_ptr += tile_f.to(tl.int64) * b_f * quarter_M + tile_m * (b_m // 4)

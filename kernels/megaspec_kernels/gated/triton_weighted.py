@@ -31,9 +31,9 @@ try:
         INTERPRETED,
         columns_of_rows,
         four_in_fp8,
-        inverse_of,
         larger_size,
         largest_size,
+        load_known,
         record,
         recounted,
         size_of_four_rows,
@@ -150,8 +150,8 @@ if triton is not None:
         return load_row_pairs(pairs_ptr, row.to(tl.int64), row < read_end, c, is_feature, width)
 
     @triton.jit
-    def load_four(pairs_ptr, row, read_end, c, is_feature, width):
-        """Of four rows each."""
+    def load_four_places(pairs_ptr, row, read_end, c, is_feature, width):
+        """The same of four rows that lie behind each other."""
         pairs_0 = load_of_row(pairs_ptr, row, read_end, c, is_feature, width)
         pairs_1 = load_of_row(pairs_ptr, row + 1, read_end, c, is_feature, width)
         pairs_2 = load_of_row(pairs_ptr, row + 2, read_end, c, is_feature, width)
@@ -160,6 +160,7 @@ if triton is not None:
 
     @triton.jit
     def four_weights(weights_ptr, row, read_end, weight_stride):
+        """Of the same rows, in fp32."""
         weight_0 = weight_of(weights_ptr, row, row < read_end, weight_stride)
         weight_1 = weight_of(weights_ptr, row + 1, row + 1 < read_end, weight_stride)
         weight_2 = weight_of(weights_ptr, row + 2, row + 2 < read_end, weight_stride)
@@ -211,13 +212,10 @@ if triton is not None:
         is_feature = c < half_F
         row, last, read_end = place_of(first_ptr, last_ptr, group_ptr, q, is_place, E, quarters)
         # all are loaded before anything is stored, and before anything is computed
-        gate_0, gate_1, gate_2, gate_3 = load_four(pairs_ptr, row, read_end, c, is_feature, 2 * half_F)
-        up_0, up_1, up_2, up_3 = load_four(pairs_ptr + half_F, row, read_end, c, is_feature, 2 * half_F)
+        gate_0, gate_1, gate_2, gate_3 = load_four_places(pairs_ptr, row, read_end, c, is_feature, 2 * half_F)
+        up_0, up_1, up_2, up_3 = load_four_places(pairs_ptr + half_F, row, read_end, c, is_feature, 2 * half_F)
         weight_0, weight_1, weight_2, weight_3 = four_weights(weights_ptr, row, read_end, weight_stride)
-        # behind those loads, which wait for it otherwise, and ahead of what waits for them
-        scale = tl.load(scale_ptr)
-        before = tl.load(seen_ptr)
-        inverse = inverse_of(scale)
+        scale, inverse, before = load_known(scale_ptr, seen_ptr)
         a_0, b_0 = outputs_of_pairs(gate_0, up_0, weight_0, limit, alpha, name, has_limit)
         a_1, b_1 = outputs_of_pairs(gate_1, up_1, weight_1, limit, alpha, name, has_limit)
         a_2, b_2 = outputs_of_pairs(gate_2, up_2, weight_2, limit, alpha, name, has_limit)
@@ -295,32 +293,30 @@ if triton is not None:
         is_place = q < quarter_P
         is_feature = c < half_F
         row, last, read_end = place_of(first_ptr, last_ptr, group_ptr, q, is_place, E, quarters)
-        grad_0, grad_1, grad_2, grad_3 = load_four(grad_ptr, row, read_end, c, is_feature, half_F)
-        gate_0, gate_1, gate_2, gate_3 = load_four(pairs_ptr, row, read_end, c, is_feature, 2 * half_F)
-        up_0, up_1, up_2, up_3 = load_four(pairs_ptr + half_F, row, read_end, c, is_feature, 2 * half_F)
+        grad_0, grad_1, grad_2, grad_3 = load_four_places(grad_ptr, row, read_end, c, is_feature, half_F)
+        gate_0, gate_1, gate_2, gate_3 = load_four_places(pairs_ptr, row, read_end, c, is_feature, 2 * half_F)
+        up_0, up_1, up_2, up_3 = load_four_places(pairs_ptr + half_F, row, read_end, c, is_feature, 2 * half_F)
         weight_0, weight_1, weight_2, weight_3 = four_weights(weights_ptr, row, read_end, weight_stride)
-        # behind those loads, which wait for it otherwise, and ahead of what waits for them
-        scale = tl.load(scale_ptr)
-        before = tl.load(seen_ptr)
-        inverse = inverse_of(scale)
+        scale, inverse, before = load_known(scale_ptr, seen_ptr)
         none = q[:, None] * 0 + c[None, :] * 0
         sizes = none.to(tl.float32)
+        # a row at a time; in fp8 q are its gates, p is up
         a, b, u, v, w_0 = gradients_of_pairs(grad_0, gate_0, up_0, weight_0, limit, alpha, name, has_limit)
         sizes = larger_size(larger_size(sizes, a, b), u, v)
-        gate_0 = two_in_fp8(a, b, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        up_0 = two_in_fp8(u, v, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_0 = two_in_fp8(a, b, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        p_0 = two_in_fp8(u, v, inverse, inverse, largest, mantissa, least_exponent, interpreted)
         a, b, u, v, w_1 = gradients_of_pairs(grad_1, gate_1, up_1, weight_1, limit, alpha, name, has_limit)
         sizes = larger_size(larger_size(sizes, a, b), u, v)
-        gate_1 = two_in_fp8(a, b, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        up_1 = two_in_fp8(u, v, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_1 = two_in_fp8(a, b, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        p_1 = two_in_fp8(u, v, inverse, inverse, largest, mantissa, least_exponent, interpreted)
         a, b, u, v, w_2 = gradients_of_pairs(grad_2, gate_2, up_2, weight_2, limit, alpha, name, has_limit)
         sizes = larger_size(larger_size(sizes, a, b), u, v)
-        gate_2 = two_in_fp8(a, b, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        up_2 = two_in_fp8(u, v, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_2 = two_in_fp8(a, b, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        p_2 = two_in_fp8(u, v, inverse, inverse, largest, mantissa, least_exponent, interpreted)
         a, b, u, v, w_3 = gradients_of_pairs(grad_3, gate_3, up_3, weight_3, limit, alpha, name, has_limit)
         sizes = larger_size(larger_size(sizes, a, b), u, v)
-        gate_3 = two_in_fp8(a, b, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        up_3 = two_in_fp8(u, v, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_3 = two_in_fp8(a, b, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        p_3 = two_in_fp8(u, v, inverse, inverse, largest, mantissa, least_exponent, interpreted)
         # zeros of rows that belong to no group
         part_ptr += tile_f.to(tl.int64) * R
         tl.store(part_ptr + row, w_0, mask=row < last)
@@ -328,14 +324,14 @@ if triton is not None:
         tl.store(part_ptr + row + 2, w_2, mask=row + 2 < last)
         tl.store(part_ptr + row + 3, w_3, mask=row + 3 < last)
         F = 2 * half_F
-        store_four(row_ptr, row, last, c, is_feature, F, gate_0, gate_1, gate_2, gate_3)
-        first, second = columns_of_rows(gate_0, gate_1, gate_2, gate_3, interpreted)
+        store_four(row_ptr, row, last, c, is_feature, F, q_0, q_1, q_2, q_3)
+        first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
         store_columns(column_ptr, q, is_place, c, is_feature, quarter_P, first, second)
         # behind all of the gate
         row_ptr += half_F
         column_ptr += F.to(tl.int64) * quarter_P
-        store_four(row_ptr, row, last, c, is_feature, F, up_0, up_1, up_2, up_3)
-        first, second = columns_of_rows(up_0, up_1, up_2, up_3, interpreted)
+        store_four(row_ptr, row, last, c, is_feature, F, p_0, p_1, p_2, p_3)
+        first, second = columns_of_rows(p_0, p_1, p_2, p_3, interpreted)
         store_columns(column_ptr, q, is_place, c, is_feature, quarter_P, first, second)
         top = largest_size(sizes)
         count = 0

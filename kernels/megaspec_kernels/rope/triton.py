@@ -35,6 +35,7 @@ try:
         inverse_of,
         largest_size,
         load_four_rows,
+        load_known,
         load_pairs,
         record,
         recounted,
@@ -370,10 +371,7 @@ if triton is not None:
         a_3, b_3, u_3, v_3 = rotated_back(
             low_3, high_3, cos_ptr + 3 * angle_step, sin_ptr + 3 * angle_step, angle, mask, turns, is_even
         )
-        # behind those loads, which wait for them otherwise
-        scale = tl.load(scale_ptr)
-        before = tl.load(seen_ptr)
-        inverse = inverse_of(scale)
+        scale, inverse, before = load_known(scale_ptr, seen_ptr)
         zero = i[:, None] * 0 + c[None, :] * 0
         sizes = size_of_four_rows(zero.to(tl.float32), a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
         sizes = size_of_four_rows(sizes, u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3)
@@ -441,7 +439,8 @@ def tile_of(half: int, heads: Heads) -> Tile:
     beside each other, which read the same angles."""
     together = math.gcd(heads.queries, heads.keys, max(1, 64 // half))
     rows = 128 if together * half <= 32 else 64
-    return Tile(rows, together, max(1, min(16, rows * together * half // 1024)), registers=128, below=8)
+    warps = rows * together * half // 1024
+    return Tile(rows, together, max(1, min(16, warps)), registers=128, below=8)
 
 
 def _units(heads: Heads, d_rotary: int, *, values: bool) -> int:
