@@ -286,6 +286,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
+    if args.batch < 2 or args.batch % 2:
+        raise SystemExit(f"--batch {args.batch} is no two micro batches; an even number is")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         # known before minutes of training
         raise SystemExit("--plot needs matplotlib, which is not installed; leave it out: --out keeps all losses")
