@@ -64,6 +64,14 @@ if triton is not None:
         return tl.program_id(2) * below + tl.program_id(0), tl.program_id(1)
 
     @triton.jit
+    def from_the_end(tile_m, M, b_m: tl.constexpr):
+        """The tile that takes the place of another one, down, where a kernel begins with the last rows.
+
+        The kernel before went over the matrix from its first rows to its last, so that caches hold the last ones.
+        """
+        return tl.cdiv(M, b_m) - 1 - tile_m
+
+    @triton.jit
     def inverse_of(scale):
         """2^-e of 2^e, by its bits."""
         return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)

@@ -58,6 +58,7 @@ try:
         columns_of_rows,
         columns_of_two_rows,
         fp8_bytes,
+        from_the_end,
         inverse_of,
         load_four_rows,
         load_pairs,
@@ -318,6 +319,7 @@ if triton is not None:
         tile_m, tile_k = tile_of_program(below)
         if tile_m * b_m >= M:
             return
+        tile_m = from_the_end(tile_m, M, b_m)
 
         # rows 4 i + j, columns 2 c and 2 c + 1 of the tile
         i = tl.arange(0, b_m // 4)
@@ -418,6 +420,7 @@ if triton is not None:
         tile_m, tile_k = tile_of_program(below)
         if tile_m * b_m >= M:
             return
+        tile_m = from_the_end(tile_m, M, b_m)
 
         i = tl.arange(0, b_m // 4)
         c = tl.arange(0, b_k // 2)
@@ -617,6 +620,7 @@ if triton is not None:
         tile_m, tile_k = tile_of_program(below)
         if tile_m * b_m >= M:
             return
+        tile_m = from_the_end(tile_m, M, b_m)
 
         # rows 4 i + j, columns 2 c and 2 c + 1 of the tile
         i = tl.arange(0, b_m // 4)
