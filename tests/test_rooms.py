@@ -141,7 +141,7 @@ RUNS = {
         *MADE_UP,
     ),
     "fp8": (
-        "model.n_layers=3",
+        "model.n_layers=4",
         "model.n_kv_heads=2",
         "data.seq_len=16",
         "precision={kind: fp8, recipe: delayed}",

@@ -189,11 +189,12 @@ _FP8 = ("precision.kind=fp8",)
             B200,
             "needs Hopper (sm90), this GPU is sm100; set precision.recipe=tensorwise, delayed or rowwise",
         ),
-        (("model.n_layers=1",), H200, "1 + 1 = 2 layers in bf16 must be fewer than model.n_layers=1; lower both"),
+        (("model.n_layers=1",), H200, "2 + 1 = 3 layers in bf16 must be fewer than model.n_layers=1; lower both"),
+        (("model.n_layers=3",), H200, "2 + 1 = 3 layers in bf16 must be fewer than model.n_layers=3; try 1"),
         (
             ("model.n_layers=1", "precision.last_layers_bf16=0"),
             H200,
-            "precision.first_layers_bf16=1: 1 layer in bf16 must be fewer than model.n_layers=1; try 0",
+            "precision.first_layers_bf16=2: 2 layers in bf16 must be fewer than model.n_layers=1; try 0",
         ),
         (
             ("model.d_head=20", "parallelism.tp=1"),
