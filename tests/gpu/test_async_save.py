@@ -99,7 +99,7 @@ def test_a_run_saves_the_same_tensors_either_way(tmp_path, gpu_pool, precision):
     """bf16, and fp8 by delayed scales, whose history a forward pass changes."""
     changes = {"precision.kind": "bf16", "kernels.compile": "none", "train.steps": 6}
     if precision == "fp8":
-        changes["precision"] = {"kind": "fp8", "recipe": "delayed", "amax_history": 4}
+        changes["precision"] = {"kind": "fp8", "recipe": "delayed", "amax_history": 4, "first_layers_bf16": 1}
         changes["model.n_layers"] = 4
     found = {}
     for saving in ("blocking", "async"):

@@ -109,7 +109,7 @@ def losses(
 
 def fp8(recipe: str) -> dict[str, Any]:
     form = "hybrid" if recipe in ("tensorwise", "delayed") else "e4m3"
-    precision = {"kind": "fp8", "recipe": recipe, "format": form}
+    precision = {"kind": "fp8", "recipe": recipe, "format": form, "first_layers_bf16": 1}
     if recipe == "delayed":
         precision["amax_history"] = 16
     return precision

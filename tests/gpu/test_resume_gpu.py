@@ -28,6 +28,8 @@ CASES = {
     },
     "fp16": {"precision": {"kind": "fp16", "initial_scale": 2.0**24, "growth_interval": 3, "hysteresis": 2}},
 }
+# One layer at either end in bf16, two in fp8.
+FP8 = {"kind": "fp8", "first_layers_bf16": 1}
 # What products and casts take: sizes that 16 divides, 128 for blocks.
 WIDE = {
     "model": {
@@ -37,9 +39,9 @@ WIDE = {
     "data": {"kind": "synthetic", "vocab_size": 37, "seq_len": 128},
 }  # fmt: skip
 for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
-    CASES[f"fp8 {recipe}"] = WIDE | {"precision": {"kind": "fp8", "recipe": recipe}}
+    CASES[f"fp8 {recipe}"] = WIDE | {"precision": FP8 | {"recipe": recipe}}
 # With scales that forget.
-SHORT = {"kind": "fp8", "recipe": "delayed", "amax_history": 3}
+SHORT = FP8 | {"recipe": "delayed", "amax_history": 3}
 CASES["fp8 delayed, short"] = WIDE | {"precision": SHORT}
 EXPERTS = {"moe": {"n_experts": 4, "d_expert": 128, "top_k": 2}}
 CASES["fp8 delayed, experts"] = WIDE | {"precision": SHORT, "model": WIDE["model"] | EXPERTS}

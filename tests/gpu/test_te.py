@@ -206,7 +206,7 @@ BASE = {
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_run_that_is_stopped_goes_on_to_the_bit(recipe: str, tmp_path, gpu_pool: RankPool) -> None:
     """With what delayed scales are made of, which its checkpoints hold."""
-    precision = {"kind": "fp8", "recipe": recipe}
+    precision = {"kind": "fp8", "recipe": recipe, "first_layers_bf16": 1}
     if recipe == "delayed":
         precision["amax_history"] = 3
     text = spec(BASE | {"precision": precision}, H200).model_dump_json()

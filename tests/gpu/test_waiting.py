@@ -32,8 +32,11 @@ def built_on_gpu(changes):
         {},
         {"precision": {"kind": "fp16"}},
         {"model.dropout": 0.1, "data.document_mask": True},
-        {"precision": {"kind": "fp8", "recipe": "tensorwise"}, "model.n_layers": 4},
-        {"precision": {"kind": "fp8", "recipe": "delayed", "amax_history": 16}, "model.n_layers": 4},
+        {"precision": {"kind": "fp8", "recipe": "tensorwise", "first_layers_bf16": 1}, "model.n_layers": 4},
+        {
+            "precision": {"kind": "fp8", "recipe": "delayed", "amax_history": 16, "first_layers_bf16": 1},
+            "model.n_layers": 4,
+        },
     ],
     ids=["bf16", "fp16", "dropout and documents", "fp8 of tensors", "fp8 delayed"],
 )

@@ -142,7 +142,9 @@ def planned_bytes(recipe: str) -> dict[str, float]:
     """The same of the plan, of one pair of products: scales, one in fp32 for each token, left out."""
     case = Case(tp=RANKS, sequence=True, precision="bf16", n_layers=3, attention="sdpa", compile="block")
     spec = spec_of(case)
-    spec = spec.model_copy(update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3")})
+    spec = spec.model_copy(
+        update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3", first_layers_bf16=1)}
+    )
     tokens = layer_run(spec).tokens.all
     # of three layers the one in the middle computes in fp8
     layer = facts_of(spec).layers[1]

@@ -183,7 +183,7 @@ LAYOUTS = {
     "fp8 delayed": {
         "model.n_layers": 4,
         "model.n_heads": 2,
-        "precision": {"kind": "fp8", "recipe": "delayed", "amax_history": 4},
+        "precision": {"kind": "fp8", "recipe": "delayed", "amax_history": 4, "first_layers_bf16": 1},
         **DP2,
     },
 }

@@ -24,7 +24,7 @@ CHANGES = {"train.steps": 7, "train.eval_every": 3, "train.eval_samples": 5, "da
 # What a step takes in grows, so that scales of one step are not those of the next.
 DELAYED = {
     **CHANGES,
-    "precision": {"kind": "fp8", "recipe": "delayed", "amax_history": 2, "outside": "fp64"},
+    "precision": {"kind": "fp8", "recipe": "delayed", "amax_history": 2, "outside": "fp64", "first_layers_bf16": 1},
     "model.n_layers": 3,
     "model.d_head": 16,
     "model.d_ffn": 64,

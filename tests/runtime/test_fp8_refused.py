@@ -18,7 +18,7 @@ H200 = Target(gpus=1, gpu="NVIDIA H200", sm=90, cores=16, versions={"torch": "2.
 @pytest.mark.parametrize(("recipe", "is_refused"), [("rowwise", True), ("tensorwise", False)])
 def test_a_build_asks_for_a_cublaslt_that_has_its_scales(recipe, is_refused, monkeypatch) -> None:
     monkeypatch.setattr(cublaslt, "library", lambda: SimpleNamespace(cublasLtGetVersion=lambda: 120803))
-    made = spec({"precision": {"kind": "fp8", "recipe": recipe}, "model.n_layers": 3}, target=H200)
+    made = spec({"precision": {"kind": "fp8", "recipe": recipe}, "model.n_layers": 4}, target=H200)
     assert made.kernels.scaled_product == "cublaslt"
     # nothing is put on its device
     mesh = Mesh({}, rank=0, device=torch.device("cuda"))

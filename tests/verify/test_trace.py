@@ -24,6 +24,8 @@ from megaspec.verify.trace_recorder import Recorder
 from tests.halved import halved
 
 SMALL = "recipe=llama3_8b hardware=H200 parallelism=default model.n_layers=4"
+# One layer at either end in bf16, two in fp8.
+FP8 = "precision=fp8 precision.first_layers_bf16=1"
 EXPERTS = "recipe=qwen3_30b_a3b hardware=H200 model.n_layers=4 parallelism=default parallelism.dp_strategy=zero1"
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
@@ -214,20 +216,20 @@ def test_plain_layers(layout):
 
 @pytest.mark.parametrize("layout", IN_FP8)
 def test_products_in_fp8(layout):
-    check(f"{SMALL} precision=fp8 precision.recipe={layout}")
+    check(f"{SMALL} {FP8} precision.recipe={layout}")
 
 
 @pytest.mark.parametrize("table", ["INPUTS_IN_FP8", "GRADIENTS_IN_FP8"])
 def test_bytes_that_are_priced_as_two_show(table, monkeypatch):
     monkeypatch.setattr(communication, table, ())
-    spec = spec_of(f"{SMALL} precision=fp8 gpus=2 parallelism.tp=2 train.global_batch=2 kernels.compile=none")
+    spec = spec_of(f"{SMALL} {FP8} gpus=2 parallelism.tp=2 train.global_batch=2 kernels.compile=none")
     wrong = differences(spec, trace_rank(spec, 0))
     assert [line.partition(":")[0] for line in wrong] == ["all gather over tp"]
 
 
 def test_weights_gathered_in_fp8_are_traced():
-    words = "gpus=2 parallelism.dp_strategy=fsdp train.global_batch=2 precision=fp8 precision.gather_fp8=true"
-    spec = spec_of(f"{SMALL} {words}")
+    words = "gpus=2 parallelism.dp_strategy=fsdp train.global_batch=2 precision.gather_fp8=true"
+    spec = spec_of(f"{SMALL} {FP8} {words}")
     trace = trace_rank(spec, 0)
     sent = sum(call.bytes * times for call, times in trace.calls.items() if call.kind == "all_gather")
     planned = sum(one.bytes * one.times for one in collectives_of(spec, None) if one.kind == "all_gather")
