@@ -67,7 +67,7 @@ if triton is not None:
     def from_the_end(tile_m, M, b_m: tl.constexpr):
         """The tile that takes the place of another one, down, where a kernel begins with the last rows.
 
-        The kernel before went over the matrix from its first rows to its last, so that caches hold the last ones.
+        Where a kernel before went over the same matrix, from its first rows to its last, caches hold the last ones.
         """
         return tl.cdiv(M, b_m) - 1 - tile_m
 
