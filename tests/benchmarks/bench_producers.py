@@ -26,6 +26,7 @@ from megaspec_kernels.fp8_cast import triton as casts
 from megaspec_kernels.fp8_cast import triton_groups as casts_of_groups
 from megaspec_kernels.fp8_cast.bench import known_one, unbalanced_ends
 from megaspec_kernels.fp8_cast.formats import Known
+from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.gated import triton as gates
 from megaspec_kernels.gated import triton_weighted as weighted
 from megaspec_kernels.gated.form import GatedForm
@@ -132,16 +133,43 @@ def that_write_fp8(size: str) -> Iterator[Work]:
     yield work(f"rotation, backward, {M} x {heads.width}, heads of {heads.size}", turned, 4 * M * heads.width)
     norm = partial(norms.norm_forward_in_fp8, bf16(M, D), bf16(M, D), bf16(D), None, RMS, known=e4m3)
     yield work(f"sum and norm, forward, {M} x {D}", norm, 8 * M * D)
+    yield work(f"sum and norm in rows alone, forward, {M} x {D}", partial(norm, columns=False), 7 * M * D)
+    rows = bf16(M, D).to(e5m2.dtype)
+    yield work(f"rows turned round, {M} x {D}", partial(casts.columns, rows), 2 * M * D)
     for columns in (D, 2 * F):
         x = bf16(M, columns)
         cast = partial(casts.cast, x, e5m2.scale.view(1, 1), block=(None, None), dtype=e5m2.dtype, columns=True)
         recorded = partial(cast, seen=e5m2.seen, saturated=e5m2.saturated, scale_copy=torch.empty(1, 1, device="cuda"))
         yield work(f"cast, {M} x {columns}", recorded, 4 * M * columns)
+        # with the pass that finds the largest elements, where there is one
+        yield work(f"tensorwise, {M} x {columns}", partial(tensorwise, x), 6 * M * columns)
+        yield work(f"rowwise, {M} x {columns}", partial(casts.quantise_lines, x, dtype=e4m3.dtype), 6 * M * columns)
+        short = partial(casts.quantise_short_lines, x, dtype=e4m3.dtype)
+        yield work(f"blockwise, {M} x {columns}", short, 4 * M * columns)
+
+
+def tensorwise(x: torch.Tensor) -> object:
+    """Both layouts by the scale of the whole tensor."""
+    scale = casts.scale(x, block=(None, None), dtype=torch.float8_e4m3fn)
+    return casts.cast(x, scale, block=(None, None), dtype=torch.float8_e4m3fn, columns=True)
+
+
+def of_experts(x: torch.Tensor, groups: Groups) -> object:
+    """The same by the scale of what each expert takes."""
+    scale = casts.scale_of(casts_of_groups.group_amax(x, groups.ends), torch.float8_e4m3fn)
+    return casts_of_groups.group_cast(x, scale, groups, dtype=torch.float8_e4m3fn, columns=True)
+
+
+def columns_of_experts(x: torch.Tensor, groups: Groups) -> object:
+    """The layout of columns alone, by scales of each expert's columns."""
+    amax = casts_of_groups.group_amax(x, groups.ends, by_column=True)
+    scale = casts.scale_of(amax, torch.float8_e4m3fn)
+    return casts_of_groups.group_cast(x, scale, groups, dtype=torch.float8_e4m3fn, rows=False, columns=True)
 
 
 def that_write_fp8_of_experts() -> Iterator[Work]:
-    """32 unequal groups of rows, as a layer like gpt-oss-20b's takes 8 k tokens."""
-    E, R, F = 32, 32768, 2880
+    """32 unequal groups of rows, as a layer like gpt-oss-20b's takes 8 k tokens, each by 4 experts."""
+    E, R, M, F = 32, 32768, 8192, 2880
     gate_up = bf16(R, 2 * F)
     grad = bf16(R, F)
     weights = torch.rand(R, device="cuda")
@@ -153,6 +181,16 @@ def that_write_fp8_of_experts() -> Iterator[Work]:
         weighted.gradients_in_fp8, grad, gate_up, weights, groups, form=form, known=known(torch.float8_e5m2)
     )
     yield work(f"experts' gate, backward, {R} x {F}", backward, 10 * R * F)
+    e4m3 = known(torch.float8_e4m3fn)
+    known_scale = {"scale": e4m3.scale.view(1, 1), "groups": groups, "dtype": e4m3.dtype, "columns": True}
+    known_scale |= {"seen": e4m3.seen, "saturated": e4m3.saturated, "scale_copy": torch.empty(1, 1, device="cuda")}
+    yield work(f"experts' rows, {R} x {F}", partial(casts_of_groups.group_cast, grad, **known_scale), 4 * R * F)
+    token_of_row = torch.arange(R, device="cuda", dtype=torch.int32) % M
+    gathered = partial(casts_of_groups.group_cast, grad[:M], index_R=token_of_row, **known_scale)
+    # a token is read once at least
+    yield work(f"experts' rows gathered from {M} tokens, {R} x {F}", gathered, 2 * M * F + 2 * R * F)
+    yield work(f"experts' rows, tensorwise, {R} x {F}", partial(of_experts, grad, groups), 6 * R * F)
+    yield work(f"experts' columns, rowwise, {R} x {F}", partial(columns_of_experts, grad, groups), 5 * R * F)
 
 
 def chosen(sizes: list[str], out: Path | None) -> None:
