@@ -7,7 +7,9 @@ tests/benchmarks/results: held_out_four_h200.jsonl, five layouts; dimensions_*.j
 pipelines_two_h200.jsonl, each parallel dimension; divided_four_h200.jsonl, layers divided by time;
 tuned_four_h200.jsonl, what tune names; switches_two_h200.jsonl, overlaps and offloads on and off;
 train_one_h100.jsonl, one H100, measured together with its table. All of them are of the code before tables' gradients
-were summed in place: see conftest.py.
+were summed in place: see conftest.py. What was measured since is in FILES. Its first two gave rates of kernels by
+profiles. On steps of scales_in_one_launch_two_h200 and quantisers_steps_h200 the power of rowwise products was set, and
+on a profile beside rowwise_and_blockwise_before_two_h200 the price of blockwise weight gradients.
 """
 
 import json
@@ -183,40 +185,123 @@ def test_bytes_of_blocks_put_together(kind, forward, backward):
     assert some.backward_bytes - none.backward_bytes == 16384 * backward
 
 
-# Lines of 2026-11-25 whose steps waited for the host, by their milliseconds: kernels of the first take 43.6 in a
-# profile of the same command, and beside the others a process loaded its libraries.
+# Raw lines of fp8, documents, small steps and experts, with the sides of each file that are of code like today's. None:
+# its lines name no side. Lines of other sides are of peers, or of earlier code, whose kernels no field says and whose
+# documents had a mask over all pairs. But those before cuBLASLt had scales of lines and of blocks say that their
+# products are torch's, which a recipe can still ask for.
+FILES = {
+    "fp8_and_documents_one_h200": (None,),
+    "fp8_and_documents_one_h100": (None,),
+    "dense_and_experts_one_h200": ("after",),
+    "rowwise_and_blockwise_before_two_h200": ("before",),
+    "rowwise_and_blockwise_one_h200": ("after",),
+    "scales_in_one_launch_two_h200": ("ours",),
+    "documents_before_and_after_one_h200": ("after",),
+    "before_and_after_two_h200": ("after",),
+    "quantisers_steps_h200": ("ours",),
+    "quantisers_steps_one_h200": ("after",),
+    "steps_ahead_one_h200": ("ours",),
+    "steps_ahead_one_h100": ("ours",),
+    "experts_four_h200": ("ours",),
+}
+
+# Steps that are left out, by their milliseconds. Their peaks are held, but for the last ones'.
+#
+# Lines of 2026-11-25 whose steps waited for the host: kernels of the first take 43.6 in a profile of the same command,
+# and beside the others a process loaded its libraries.
 WAITED_FOR_THE_HOST = (54.83, 79.01, 57.01)
 # Of 1B with 2,048 tokens a step on two machines with slower hosts: the quickest steps of the same lines are at 45 ms.
 SLOW_HOSTS = (55.41, 63.35, 57.22)
 # Of other kernels than those of today: torch's copy added up experts' gradients, and experts' rows were cast to fp8 at
 # a quarter of memory's rate.
 OF_OTHER_KERNELS = (161.27, 204.1)
-# Experts in fp8 wait for the host: the plan is 7 to 12 % short of these, and 4 % of the quickest step of the last two.
-EXPERTS_IN_FP8 = (195.61, 186.83, 197.04)
+# Experts in fp8 wait for the host: the plan is 6 to 7 % short of these, and 2 % above the quickest step of the second.
+EXPERTS_IN_FP8 = (195.61, 197.04)
 # 1B's documents of 256 tokens on a second H100, which takes 4 % longer than the first one (231.88): the plan is 5.6 %
 # short of it, and 2.9 % of its quickest step.
 ON_A_SLOWER_H100 = (241.36,)
-LEFT_OUT = WAITED_FOR_THE_HOST + SLOW_HOSTS + OF_OTHER_KERNELS + EXPERTS_IN_FP8 + ON_A_SLOWER_H100
-NEW = [
-    pytest.param(row, kind, id=f"{kind} {row.get('row', row['model'])} {row['step_ms']:.0f} ms")
-    for kind in ("H200", "H100")
-    for row in lines(f"fp8_and_documents_one_{kind.lower()}.jsonl")
-    if row["peer"] == "megaspec" and row["step_ms"] not in LEFT_OUT
-]
+# Rowwise with torch's products: the plan is 6.1 to 6.5 % short, 80 to 85 ms. Each layout was cast by itself then, which
+# takes 117 ms of a profiled step, where both together, as the plan has them, take 73. Blockwise casts were other ones,
+# too (112 ms); those steps are within 5 % all the same.
+ROWWISE_CAST_APART = (1311.54, 1313.26, 1316.05)
+# Experts over four GPUs with forced balance by all_gather: the plan is 5.5 % long, over two GPUs 4.3. By the plan
+# all_gather saves 17 ms of all_to_all's step, which is 3 % long itself; measured are 22. Why is not known: the row was
+# measured once, without a profile.
+ALL_GATHER_OF_FOUR = (220.03,)
+# The plan takes all experts for equally full. By the learned router of new weights they are not: peaks are 0.9 to 1.0
+# GiB above those with forced balance, and the plan is 2.2 to 2.4 % short of them. Steps take 8 (all_gather, the first
+# two) and 16 % longer, and the plan is 2 and 11 % short. The first two are within 5 % because the plan of all_gather is
+# long, see above.
+LEARNED_ROUTER = (236.6, 237.84, 280.75, 279.59)
+WITHOUT_TIME = (
+    WAITED_FOR_THE_HOST
+    + SLOW_HOSTS
+    + OF_OTHER_KERNELS
+    + EXPERTS_IN_FP8
+    + ON_A_SLOWER_H100
+    + ROWWISE_CAST_APART
+    + ALL_GATHER_OF_FOUR
+)
+LEFT_OUT = WITHOUT_TIME + LEARNED_ROUTER
 
 
-def test_rows_that_are_left_out_are_there():
+def new_rows():
+    """Our lines of FILES that tell of a step, each with its kind of GPU. A run that was not done tells of none."""
     found = []
-    for kind in ("h200", "h100"):
-        found += [row["step_ms"] for row in lines(f"fp8_and_documents_one_{kind}.jsonl")]
-    assert set(LEFT_OUT) <= set(found)
-    assert len(NEW) == 53
+    for file, sides in FILES.items():
+        kind = file.rpartition("_")[2].upper()
+        for row in lines(f"{file}.jsonl"):
+            if row.get("peer") != "megaspec" or row.get("side") not in sides:
+                continue
+            words = (file, row.get("row", row["model"]), row.get("layout", ""), f"{row['step_ms']:.0f} ms")
+            found.append(pytest.param(row, kind, id=" ".join(word for word in words if word)))
+    return found
 
 
-@pytest.mark.parametrize(("row", "kind"), NEW)
-def test_fp8_documents_small_steps_and_experts(row, kind):
-    """Times within 5 %, memory within 1. On H200 times are within 3, whose profiles gave the rates; H100 differ by 1.4
-    to 4 themselves."""
-    assert tables.predicted_time(row, kind).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.05)
-    peak = fullest(tables.predicted_memory(row, kind)).allocated
-    assert peak == pytest.approx(row["max_memory_allocated"], rel=0.01)
+NEW = new_rows()
+
+
+def only(step_ms):
+    return [param for param in NEW if param.values[0]["step_ms"] in step_ms]
+
+
+def but_for(step_ms):
+    return [param for param in NEW if param.values[0]["step_ms"] not in step_ms]
+
+
+def time_apart(row, kind):
+    """How far the plan is off, as a share of what was measured."""
+    return tables.predicted_time(row, kind).seconds / (row["step_ms"] / 1e3) - 1
+
+
+def peak_apart(row, kind):
+    return fullest(tables.predicted_memory(row, kind)).allocated / row["max_memory_allocated"] - 1
+
+
+def test_rows_that_are_left_out_are_there_once_and_the_others_are_held():
+    found = [param.values[0]["step_ms"] for param in only(LEFT_OUT)]
+    assert sorted(found) == sorted(LEFT_OUT)
+    assert len(but_for(LEFT_OUT)) == 108
+
+
+@pytest.mark.parametrize(("row", "kind"), but_for(LEFT_OUT))
+def test_time_of_fp8_documents_small_steps_and_experts(row, kind):
+    """On H200 those whose profiles gave the rates are within 3 %, the others within 4.5: H200 differ by 2 % themselves,
+    by their clocks, and H100 by 1.4 to 4."""
+    assert abs(time_apart(row, kind)) <= 0.05
+
+
+@pytest.mark.parametrize(("row", "kind"), but_for(LEARNED_ROUTER))
+def test_peak_of_fp8_documents_small_steps_and_experts(row, kind):
+    assert abs(peak_apart(row, kind)) <= 0.01
+
+
+@pytest.mark.parametrize(("row", "kind"), only(WITHOUT_TIME))
+def test_times_that_are_left_out_are_outside(row, kind):
+    """One that the plan has got right is held from then on."""
+    assert abs(time_apart(row, kind)) > 0.05
+
+
+@pytest.mark.parametrize(("row", "kind"), only(LEARNED_ROUTER))
+def test_peaks_that_are_left_out_are_outside(row, kind):
+    assert abs(peak_apart(row, kind)) > 0.01
