@@ -11,7 +11,7 @@ from megaspec_kernels.attention.documents import documents_of
 from megaspec_kernels.gate import check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels import cudnn_frontend
-from tests.kernels.test_attention_documents import PACKED, Packed, alone, compiles_once, hold, make
+from tests.kernels.test_attention_documents import PACKED, Packed, alone, compiles_once, hold, host_never_waits, make
 
 HAS_FRONTEND = importlib.util.find_spec("cudnn") is not None
 needs_frontend = pytest.mark.skipif(not HAS_FRONTEND, reason="nvidia-cudnn-frontend is not installed")
@@ -122,13 +122,9 @@ def test_plans_are_kept_and_the_host_runs_ahead() -> None:
 
     both(batches[0])
     made = set(cudnn._PLANS)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         for documents in batches:
             both(documents)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert set(cudnn._PLANS) == made
 

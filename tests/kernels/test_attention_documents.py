@@ -1,6 +1,7 @@
 """Attention of packed documents, each against itself alone in fp64, and what the lengths are made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,7 +16,7 @@ from megaspec_kernels.registry import REGISTRY
 from tests.kernels.te import te_runs
 
 CPU = torch.device("cpu")
-# flex and te train on GPUs alone
+# flex and te train on GPUs alone: test_attention_flex.py, test_planted_documents.py and below
 IMPLEMENTATIONS = [name for name in sorted(REGISTRY["attention"]) if name not in ("flex", "te")]
 
 
@@ -61,7 +62,8 @@ PACKED = [
 
 
 def make(packed: Packed, device: torch.device = CPU) -> tuple[dict[str, Tensor], Tensor, Documents]:
-    """Inputs and the output's gradient in values that bf16 holds exactly."""
+    """Inputs and the output's gradient in values that bf16 holds exactly, and documents, those of no token among
+    them."""
     draw = torch.Generator().manual_seed(11)
     B = len(packed.rows)
 
@@ -72,7 +74,10 @@ def make(packed: Packed, device: torch.device = CPU) -> tuple[dict[str, Tensor],
     grad = tensor(packed.N)
     if packed.sinks:
         inputs["sinks"] = torch.randn(packed.N, generator=draw).bfloat16().double().to(device)
-    return inputs, grad, documents_of(packed.number).map(lambda x: x.to(device))
+    # documents_of numbers anew, and knows of no documents without tokens but those behind the last
+    bounds = documents_of(packed.number)
+    documents = replace(bounds, number=packed.number, starts=starts_of(packed.number, bounds.most))
+    return inputs, grad, documents.map(lambda x: x.to(device))
 
 
 def alone(packed: Packed, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -321,12 +326,15 @@ ON_GPU = [
 ]
 
 
-@pytest.fixture
-def poisoned() -> None:
-    """Memory that torch hands out holds NaN, in the modes in which nothing else fills it."""
-    whole = torch.full((1 << 28,), float("nan"), device=CUDA)
-    small = [torch.full((1 << 16,), float("nan"), device=CUDA) for _ in range(64)]
-    del whole, small
+@contextmanager
+def host_never_waits() -> Iterator[None]:
+    """Whoever makes the host wait for the GPU while this is entered has an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -406,12 +414,8 @@ def test_the_host_does_not_wait(name: str) -> None:
         te_runs(torch.bfloat16, CUDA)
         # the first call loads libraries and makes plans
         torch.autograd.grad(attention(*leaves, documents=documents), leaves, grad.bfloat16())
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         out = attention(*leaves, documents=documents)
         torch.autograd.grad(out, leaves, grad.bfloat16())
         q, k, v = (x.detach() for x in leaves)
         sdpa_block.block_forward(q[:, 256:], k[:, :256], v[:, :256], causal=False, documents=met)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

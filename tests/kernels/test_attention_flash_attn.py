@@ -11,11 +11,21 @@ from torch import Tensor
 from megaspec_kernels.attention import flash_attn, reference_block
 from megaspec_kernels.attention.documents import BlockDocuments
 from megaspec_kernels.attention.scoring import Scoring
-from megaspec_kernels.gate import Results, check, in_dtype, results
+from megaspec_kernels.gate import Results, check, filled_with_nan, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.flash_attn_packages import PACKAGES
 from tests.kernels.test_attention_cudnn import TRAINED
-from tests.kernels.test_attention_documents import PACKED, PARTS, UNEVEN, Packed, Part, compiles_once, hold, make
+from tests.kernels.test_attention_documents import (
+    PACKED,
+    PARTS,
+    UNEVEN,
+    Packed,
+    Part,
+    compiles_once,
+    hold,
+    host_never_waits,
+    make,
+)
 
 VERSIONS = ("flash_attn", "flash_attn_3", "flash_attn_2")
 MODULES = {
@@ -88,9 +98,10 @@ def hold_block(name: str, part: Part, device: torch.device, *, cap: float | None
 
     def of(forward: object, backward: object, given: dict[str, Tensor]) -> Results:
         d_out = grad[:, part.queries].to(given["q"].dtype)
-        out, lse = forward(*given.values(), **options)
+        with filled_with_nan():
+            out, lse = forward(*given.values(), **options)
+            grads = backward(d_out, *given.values(), out, lse, **options)
         assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
-        grads = backward(d_out, *given.values(), out, lse, **options)
         # what sees nothing is -inf of all; the gate compares numbers
         return {"out": out, "lse": lse.nan_to_num(neginf=0.0), **dict(zip(given, grads, strict=True))}
 
@@ -108,6 +119,21 @@ def test_packages_are_told_of_blocks(name: str, part: Part, cap: float | None, t
     hold_block(name, part, torch.device("cpu"), cap=cap)
 
 
+@pytest.mark.parametrize("pass_of_block", ["_FORWARD", "_BACKWARD"])
+def test_what_a_block_leaves_unwritten_is_seen(pass_of_block: str, told: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that makes a result with torch.empty and writes nothing into it."""
+    passes = getattr(flash_attn, pass_of_block)
+    written = passes[3]
+
+    def unwritten(*arguments: object) -> tuple[Tensor, ...]:
+        first, *others = written(*arguments)
+        return torch.empty_like(first), *others
+
+    monkeypatch.setitem(passes, 3, unwritten)
+    with pytest.raises(AssertionError, match="inf from the truth"):
+        hold_block("flash_attn_3", PARTS[0], torch.device("cpu"), cap=None)
+
+
 @pytest.mark.parametrize("name", VERSIONS)
 def test_the_compiler_neither_breaks_nor_begins_anew(name: str, told: None) -> None:
     compiles_once(name, torch.bfloat16, sinks=True)
@@ -122,11 +148,12 @@ def test_a_package_that_is_not_there_is_named() -> None:
         flash_attn._forward(x, x, x, None, None, 8, 8, True, None, 0.25, 0.0, 4)
 
 
-# Heads of 16 are not version 4's, see catalog.py.
-SHORT = [replace(PACKED[number], H=64) for number in (3, 5)]
+# Documents of no token, of one, and of the whole row. Heads of 16 are not version 4's, see catalog.py.
+SHORT = [replace(PACKED[number], H=64) for number in (2, 3, 5)]
+WHOLE_ROW = Packed(((1000, 24, 1, 999), (2024,), (0, 2024, 0)), N=8, K=2, H=128)
 
 
-@pytest.mark.parametrize("packed", [*SHORT, TRAINED[0], TRAINED[1], TRAINED[4]], ids=str)
+@pytest.mark.parametrize("packed", [*SHORT, WHOLE_ROW, TRAINED[0], TRAINED[1], TRAINED[4]], ids=str)
 @pytest.mark.parametrize("name", ON_GPU)
 def test_documents_on_a_gpu(name: str, packed: Packed) -> None:
     """Each as if it were alone, against fp64. FlashAttention-4 compiles for each size of heads: 20 s."""
@@ -162,3 +189,26 @@ def test_gradients_are_added_in_one_order_on_a_gpu(name: str) -> None:
         torch.use_deterministic_algorithms(False)
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_the_host_does_not_wait(name: str) -> None:
+    """For whole sequences, nor for a part of one as ranks take it."""
+    kernel = REGISTRY["attention"][name]
+    inputs, grad, documents = make(Packed(((300, 212), (512,)), H=64), torch.device("cuda"))
+    leaves = [x.bfloat16().requires_grad_() for x in inputs.values()]
+    d_out = grad.bfloat16()
+    met = BlockDocuments(documents.at(slice(256, 512)), documents.at(slice(0, 256)))
+    queries = leaves[0].detach()[:, 256:]
+    keys, values = (x.detach()[:, :256] for x in leaves[1:])
+
+    def every_pass() -> None:
+        torch.autograd.grad(kernel.attend(*leaves, documents=documents), leaves, d_out)
+        options = {"causal": False, "documents": met}
+        out, lse = kernel.block_forward(queries, keys, values, **options)
+        kernel.block_backward(d_out[:, 256:], queries, keys, values, out, lse, **options)
+
+    # the first call loads libraries, and version 4 compiles
+    every_pass()
+    with host_never_waits():
+        every_pass()

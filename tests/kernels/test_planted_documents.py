@@ -1,6 +1,7 @@
 """Bugs planted in the documents that a package is told of: each is felt, whichever package attends to them.
 
-Packages that compute on a CPU stand in the place of those that need a GPU. sdpa's bugs: test_attention_documents.py.
+Packages that compute on a CPU stand in the place of those that need a GPU. sdpa's bugs: test_attention_documents.py;
+those of the mask that flex makes of documents: test_attention_flex.py.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,161 @@
+"""Documents through torch's flex_attention: on a CPU its forward pass, and our mask as a GPU's kernels read it with
+every gradient; those kernels against fp64, on a GPU. Whole sequences and the mask's blocks: test_attention.py."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+from megaspec_kernels.attention import flex
+from megaspec_kernels.attention.scoring import Scoring
+from megaspec_kernels.gate import check, filled_with_nan, in_dtype
+from megaspec_kernels.registry import REGISTRY
+from tests.kernels import flex_by_blocks
+from tests.kernels.test_attention_documents import (
+    ON_GPU,
+    PACKED,
+    Packed,
+    alone,
+    hold,
+    host_never_waits,
+    make,
+)
+from tests.source_patch import Patch, planted
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+# Documents of no token, of one, and of the whole row; boundaries at the edges of the mask's blocks of 128, one token
+# before and one behind, and rows that end inside a block.
+EDGES = [
+    Packed(((0, 127, 1, 0, 128, 44, 0), (1, 299), (129, 170, 1)), N=2, K=1),
+    Packed(((257, 0, 43), (300,)), N=2, K=1, window=130, sinks=True),
+    Packed(((300,),), N=2, K=2, sinks=True),
+]
+
+
+@pytest.fixture
+def by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex_attention that trains on a CPU."""
+    monkeypatch.setattr(flex, "flex_attention", flex_by_blocks.flex_attention)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [*PACKED, *EDGES], ids=str)
+def test_forward_of_documents(packed: Packed, dtype: torch.dtype) -> None:
+    """Each as if it were alone, by torch's own flex_attention: all of it that runs on a CPU."""
+    inputs, _, documents = make(packed)
+    mine = in_dtype(inputs, dtype)
+    q, k, v = (mine[name] for name in "qkv")
+    options = {"documents": documents, "window": packed.window, "sinks": mine.get("sinks")}
+    with torch.no_grad():
+        with filled_with_nan():
+            found = REGISTRY["attention"]["flex"].attend(q, k, v, **options)
+        plain = alone(packed, **mine)
+        truth = alone(packed, **inputs)
+    check({"out": found}, {"out": plain}, {"out": truth})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [*PACKED, *EDGES], ids=str)
+def test_gate_of_the_mask_by_blocks(packed: Packed, dtype: torch.dtype, by_blocks: None) -> None:
+    """Each document as if it were alone, and every gradient, sinks' among them."""
+    hold("flex", packed, dtype, CPU)
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_the_stand_in_computes_what_torch_does(cap: float | None) -> None:
+    """Output and log-sum-exp."""
+    packed = EDGES[1]
+    inputs, _, documents = make(packed)
+    q, k, v = (inputs[name].transpose(1, 2) for name in "qkv")
+    options = {
+        "score_mod": flex._capped(cap),
+        "block_mask": flex.block_mask(packed.T, documents=documents, window=packed.window, device=CPU),
+        "scale": Scoring().scale_of(packed.H),
+        "enable_gqa": True,
+        "return_aux": AuxRequest(lse=True),
+    }
+    out, aux = flex_by_blocks.flex_attention(q, k, v, **options)
+    truth, aux_truth = flex_attention(q, k, v, **options)
+    assert (out - truth).abs().max() <= 1e-13 * truth.abs().max()
+    assert (aux.lse - aux_truth.lse).abs().max() <= 1e-13 * aux_truth.lse.abs().max()
+
+
+def planted_in_flex(old: str, new: str) -> Patch:
+    return Patch("megaspec_kernels.attention.flex", old, new)
+
+
+# Of a query's first key, which mask_mod asks and the blocks are made of; of mask_mod alone; of the blocks alone.
+BUGS = {
+    "a document begins a token late": planted_in_flex(
+        "is_start[:, 1:] = number[:, 1:] != number[:, :-1]", "is_start[:, 2:] = number[:, 1:-1] != number[:, :-2]"
+    ),
+    "a document begins a token early": planted_in_flex(
+        "is_start[:, 1:] = number[:, 1:] != number[:, :-1]", "is_start[:, :-1] = number[:, 1:] != number[:, :-1]"
+    ),
+    "a document leaks into the next": planted_in_flex(
+        "is_start[:, 1:] = number[:, 1:] != number[:, :-1]",
+        "is_start[:, 1:] = (number[:, 1:] != number[:, :-1]) & (number[:, 1:] != 1)",
+    ),
+    "all rows have the documents of the first": planted_in_flex(
+        "row = b if documents is not None and documents.number.shape[0] > 1 else 0", "row = 0"
+    ),
+    "in a block that is seen in part all of the past is seen": planted_in_flex(
+        "(k <= q) & (k >= starts_BT[row, q])", "k <= q"
+    ),
+    "a block that the document begins in is seen whole": planted_in_flex(
+        "(starts_BT[:, last_query_I] + _BLOCK - 1) // _BLOCK", "starts_BT[:, last_query_I] // _BLOCK"
+    ),
+    "a block that the document begins in is not seen": planted_in_flex(
+        "first_BI = starts_BT[:, first_query_I] // _BLOCK",
+        "first_BI = (starts_BT[:, first_query_I] + _BLOCK - 1) // _BLOCK",
+    ),
+}
+# the fourth document begins in the first block and fills the second
+ROWS = Packed(((20, 5, 30, 205, 40), (200, 100)), N=2, K=1)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug: str, by_blocks: None) -> None:
+    """A boundary off by one, and a document that leaks into the next; in what mask_mod says and in the blocks."""
+    hold("flex", ROWS, torch.bfloat16, CPU)
+    with planted(BUGS[bug]), pytest.raises(AssertionError, match="from the truth"):
+        hold("flex", ROWS, torch.bfloat16, CPU)
+
+
+@pytest.fixture
+def compiles_anew() -> None:
+    """A mask of documents has a graph for each shape, and all tests together more than recompile_limit allows."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("packed", [*ON_GPU, *EDGES], ids=str)
+def test_documents_on_a_gpu(packed: Packed, dtype: torch.dtype, compiles_anew: None, poisoned: None) -> None:
+    """Each as if it were alone, against fp64, with NaN where nobody writes."""
+    hold("flex", packed, dtype, CUDA)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught_on_a_gpu(bug: str, compiles_anew: None) -> None:
+    hold("flex", ROWS, torch.bfloat16, CUDA)
+    torch._dynamo.reset()
+    with planted(BUGS[bug]), pytest.raises(AssertionError, match="from the truth"):
+        hold("flex", ROWS, torch.bfloat16, CUDA)
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait(compiles_anew: None) -> None:
+    inputs, grad, documents = make(Packed(((300, 212), (512,)), H=64), CUDA)
+    leaves = [x.bfloat16().requires_grad_() for x in inputs.values()]
+    attend = REGISTRY["attention"]["flex"].attend
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(*leaves, documents=documents), leaves, grad.bfloat16())
+
+    # the first call compiles
+    both()
+    with host_never_waits():
+        both()
