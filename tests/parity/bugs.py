@@ -921,4 +921,54 @@ FP8 = [
     ),
 ]
 
+STATE = "megaspec.runtime.state"
+FP8_STRATEGY = "megaspec.parallelism.fp8"
+FP8_STAGES = Case(pp=2, precision="fp8 delayed", accumulate=2, mask="uneven")
+# What loads or saves the steps that delayed scales are made of. Tests of checkpoints run them: see test_checkpoints.py.
+# `invisible`: to the loss of the step that comes after loading.
+LOADED = [
+    Bug(
+        "what is remembered moved on by a step",
+        Patch(
+            STATE, "state[name][:, :steps] = found[:, :steps]", "state[name][:, :steps] = found[:, :steps].roll(1, 1)"
+        ),
+        FP8_STAGES,
+        # scales are made of the largest of both steps
+        invisible=True,
+    ),
+    Bug(
+        "scales of the tensors themselves after loading",
+        Patch(
+            FP8_STRATEGY,
+            "mine.copy_(state[name])\n        self._find_fresh()",
+            "mine.copy_(state[name])",
+        ),
+        FP8_STAGES,
+    ),
+    Bug(
+        "what is remembered left behind",
+        Patch(STATE, "load_largest(built, reader)", "pass"),
+        FP8_STAGES,
+    ),
+    Bug(
+        "gradients remembered as inputs",
+        Patch(STATE, 'reader.read(f"{FP8}{name}").to(largest)', 'reader.read(f"{FP8}{name}").to(largest).flip(0)'),
+        FP8_STAGES,
+    ),
+    Bug(
+        "each layer remembers what the first of a rank's does",
+        Patch(STATE, 'reader.read(f"{FP8}{name}")', 'reader.read(f"{FP8}{min(mine)}")'),
+        FP8_STAGES,
+    ),
+    Bug(
+        "only the first stage saves what it remembers",
+        Patch(
+            STATE,
+            "for name, largest in built.fp8.state().items():",
+            'for name, largest in () if built.mesh.index("pp") else built.fp8.state().items():',
+        ),
+        FP8_STAGES,
+    ),
+]
+
 BUGS = [*FROZEN, *GENERAL, *CONTEXTS, *PIPELINES, *SHARDS, *RECOMPUTE, *EXPERTS, *ATTENTIONS]

@@ -1,6 +1,7 @@
 """What is proven with what, as tables for README.md in this folder: `make matrix` writes them between two lines."""
 
 import re
+from collections.abc import Sized
 from pathlib import Path
 
 from tests.parity.bugs import BUGS
@@ -8,7 +9,16 @@ from tests.parity.cases import Case
 from tests.parity.often import candidates, often
 from tests.parity.rows import AXES, MORE, Has, is_alone
 from tests.parity.sets import SLOW, cases_of
-from tests.parity.test_checkpoints import BESIDE, DENSE, OFTEN
+from tests.parity.test_checkpoints import (
+    BESIDE,
+    DENSE,
+    FP8,
+    FP8_BESIDE,
+    FP8_EXPERTS,
+    FP8_EXPERTS_OFTEN,
+    FP8_OFTEN,
+    OFTEN,
+)
 from tests.parity.test_checkpoints import EXPERTS as WITH_EXPERTS
 
 README = Path(__file__).parent / "README.md"
@@ -32,20 +42,29 @@ def matrix() -> str:
     """Both tables, and what they count."""
     default = [case for case in candidates() if case in often()]
     slow = [case for case in _every() if case not in often()]
-    layouts = len(DENSE) + len(WITH_EXPERTS)
-    pairs = sum(len(n) * (len(n) - 1) for n in (DENSE, WITH_EXPERTS))
+    groups = (DENSE, WITH_EXPERTS, FP8, FP8_EXPERTS)
+    layouts = sum(map(len, groups))
+    pairs = sum(map(_pairs, groups))
+    fp8_pairs = _pairs(FP8) + _pairs(FP8_EXPERTS)
+    often_pairs = BESIDE * len(OFTEN) + FP8_BESIDE * len(FP8_OFTEN) + _pairs(FP8_EXPERTS_OFTEN)
     lines = [
         "A cell `8/768` counts runs on up to eight ranks that are compared with one rank in fp64:",
         f"8 of them in `make test`, 768 more in `make test-slow`. In all there are {len(default):,} and {len(slow):,}.",
         "The first row counts runs with one axis alone; an empty cell means that no run has both.",
-        f"Checkpoints of {layouts} layouts are loaded into each other, {pairs} pairs ({BESIDE * len(OFTEN)} of them in",
-        f"`make test`); {len(BUGS)} planted bugs are caught (half of those tests are slow).",
+        f"Checkpoints of {layouts} layouts are loaded into each other, {pairs} pairs ({often_pairs} of them in",
+        f"`make test`), {fp8_pairs} of them with delayed scales of fp8; {len(BUGS)} planted bugs are caught",
+        "(half of those tests are slow).",
         "",
         *_table({"alone": is_alone, **AXES}, default, slow),
         "",
         *_table(MORE, default, slow),
     ]
     return "\n".join(lines)
+
+
+def _pairs(layouts: Sized) -> int:
+    """How many there are, in both directions."""
+    return len(layouts) * (len(layouts) - 1)
 
 
 def _every() -> list[Case]:

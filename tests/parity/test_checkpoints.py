@@ -1,7 +1,8 @@
 """A checkpoint of any layout goes on in any other: weights and optimizer state to the bit, then the same step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, permutations
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from megaspec.runtime.state import load, pieces_of, progress, tensors_of
 from megaspec.runtime.step import train_step
 from megaspec.verify.parity import divide, gather_global
 from tests.conftest import Tell
-from tests.parity.cases import SEQUENCES, Case, batches_of, empty_of, spec_of
+from tests.parity.bugs import LOADED, Bug
+from tests.parity.cases import SEQUENCES, Case, alone, batches_of, empty_of, spec_of
+from tests.parity.test_planted_bugs import MARGIN
 from tests.ranks import RankPool
+from tests.source_patch import check
 
 SAVED_AFTER = 2
 MODEL = Case(n_layers=4, mask="uneven", kv_heads=2)
@@ -54,7 +58,6 @@ EXPERTS = {
     "pp2 there and back": {"pp": 2, "schedule": "zb_v", "virtual": 2, "accumulate": 3},
     "hsdp": {"dp": 4, "strategy": "hsdp", "replicas": 2, "ep": 2},
 }
-WEIGHT_TOLERANCE, LOSS_TOLERANCE = 1e-10, 1e-12
 
 
 @dataclass(frozen=True)
@@ -116,53 +119,77 @@ def save(rank: int, case: Case, folder: str) -> None:
         np.savez(Path(folder) / "after.npz", loss=loss, norm=norm, **after)
 
 
-def go_on(rank: int, case: Case, folders: list[str]) -> dict[str, Any] | None:
-    """Loads one checkpoint after the other, and trains a step from the last. -> what differed, from rank 0"""
+def go_on(rank: int, case: Case, folders: list[str], *, trains_from: int = 1) -> dict[str, dict[str, Any]] | None:
+    """Loads one checkpoint after the other, and trains a step from each of the last `trains_from`. -> by folder what
+    differed, from rank 0"""
     run = begin(rank, case)
-    changed = {}
-    for folder in folders:
+    found = {}
+    for i, folder in enumerate(folders):
         load(run.built, Store(folder).newest_good(run.comm, repair=False))
         loaded = run.state()
         if rank == 0:
             with np.load(Path(folder) / "saved.npz") as saved:
                 assert loaded.keys() == set(saved.files), loaded.keys() ^ set(saved.files)
-                changed[folder] = [name for name in loaded if not np.array_equal(loaded[name], saved[name])]
-    loss, norm = run.step(SAVED_AFTER)
-    after = run.state()
-    if rank:
-        return None
-    with np.load(Path(folders[-1]) / "after.npz") as expected:
-        return {
-            "changed": changed,
-            "loss": abs(loss / float(expected["loss"]) - 1),
-            "norm": abs(norm / float(expected["norm"]) - 1),
-            "after": max(
-                abs(after[name] - expected[name]).max() / (abs(expected[name]).max() or 1.0) for name in after
-            ),
-        }
+                found[folder] = {"changed": [name for name in loaded if not np.array_equal(loaded[name], saved[name])]}
+        if i < len(folders) - trains_from:
+            continue
+        loss, norm = run.step(SAVED_AFTER)
+        after = run.state()
+        if rank == 0:
+            with np.load(Path(folder) / "after.npz") as expected:
+                found[folder]["step"] = step_off(expected, loss, norm, after)
+    return found if rank == 0 else None
+
+
+def step_off(expected: Mapping[str, np.ndarray], loss: float, norm: float, after: dict[str, np.ndarray]) -> dict:
+    """How far a step is from the one that the saving ranks went, by the keys of TOLERANCES."""
+    worst = 0.0
+    for name, value in after.items():
+        largest = abs(expected[name]).max() or 1.0
+        worst = max(worst, abs(value - expected[name]).max() / largest)
+    return {
+        "loss": abs(loss / float(expected["loss"]) - 1),
+        "norm": abs(norm / float(expected["norm"]) - 1),
+        "after": worst,
+    }
+
+
+TOLERANCES = {"loss": 1e-12, "norm": 1e-10, "after": 1e-10}
+"""Of the step that comes next: its loss, its gradient norm, and all state behind it; the optimizer's is made of the
+gradients."""
 
 
 def each_into_others(
-    pool: RankPool, model: Case, layouts: dict[str, dict], folder: Path, tell: Tell, *, others: int | None = None
+    pool: RankPool,
+    model: Case,
+    layouts: dict[str, dict],
+    folder: Path,
+    tell: Tell,
+    *,
+    others: int | None = None,
+    each_trains: bool = False,
 ) -> None:
-    """Loads the checkpoint of each layout into `others` others, None: all."""
+    """Loads the checkpoint of each layout into `others` others, None: all. A step is trained from that of its neighbour
+    alone, or from each, its own as well, where `each_trains`."""
     others = len(layouts) - 1 if others is None else others
     cases = {name: replace(model, **layout) for name, layout in layouts.items()}
     folders = {name: str(folder / name.replace(" ", "-")) for name in cases}
     for name, case in cases.items():
         Path(folders[name]).mkdir()
         pool.run(save, case, folders[name], ranks=case.ranks)
-    worst = dict.fromkeys(("loss", "norm", "after"), 0.0)
+    worst = dict.fromkeys(TOLERANCES, 0.0)
     for i, (target, case) in enumerate(cases.items()):
         # its own first; it goes on from that of its neighbour
         before = [*folders.values()][i::-1] + [*folders.values()][:i:-1]
         sources = before[:1] + before[len(before) - others :]
-        found = pool.run(go_on, case, sources, ranks=case.ranks)[0]
-        for source, names in found.pop("changed").items():
-            assert not names, f"{Path(source).name} -> {target}: {names}"
-        worst = {what: max(error, found[what]) for what, error in worst.items()}
-        assert found["loss"] <= LOSS_TOLERANCE, f"{Path(sources[-1]).name} -> {target}: loss {found['loss']:.1e} off"
-        assert max(found["norm"], found["after"]) <= WEIGHT_TOLERANCE, f"{Path(sources[-1]).name} -> {target}: {found}"
+        trains_from = len(sources) if each_trains else 1
+        differs = pool.run(go_on, case, sources, ranks=case.ranks, trains_from=trains_from)[0]
+        for source, found in differs.items():
+            pair = f"{Path(source).name} -> {target}"
+            assert not found["changed"], f"{pair}: {found['changed']}"
+            for what, error in found.get("step", {}).items():
+                worst[what] = max(error, worst[what])
+                assert error <= TOLERANCES[what], f"{pair}: {what} {error:.1e} off"
     pairs = f"{len(cases)} layouts, {len(cases) * others} pairs"
     tell(f"{pairs}: all bits, then {', '.join(f'{w} {e:.1e}' for w, e in worst.items())}")
 
@@ -187,13 +214,93 @@ FP8 = {
     "tp2 sp": {"tp": 2, "sequence": True, "accumulate": 4},
     "zero1": {"dp": 2, "strategy": "zero1", "accumulate": 2},
     "fsdp": {"dp": 2, "strategy": "fsdp", "accumulate": 2},
+    "cp2": {"cp": 2, "accumulate": 4},
     "pp2 there and back": {"pp": 2, "schedule": "zb_v", "virtual": 2, "accumulate": 4},
+    "cp2 fsdp": {"cp": 2, "context": "all_gather", "dp": 2, "strategy": "fsdp", "accumulate": 2},
 }
+FP8_OFTEN = dict(islice(FP8.items(), 6))
+"""Those of at most two ranks."""
+FP8_BESIDE = 3
+"""Of these, others that take the checkpoint of one: every two of them meet, in one direction at least."""
+FP8_EXPERTS = {
+    "one rank": {"accumulate": 2},
+    "ep2 fsdp": {"dp": 2, "strategy": "fsdp", "ep": 2},
+    "cp2 ep2": {"cp": 2, "ep": 2, "accumulate": 2},
+    "tp2 sp ep2": {"tp": 2, "sequence": True, "ep": 2, "accumulate": 2},
+    "tp2 sp etp2": {"tp": 2, "sequence": True, "etp": 2, "accumulate": 2},
+    "ep4 zero1": {"dp": 4, "strategy": "zero1", "ep": 4},
+    "ep2 etp2": {"dp": 4, "ep": 2, "etp": 2, "dispatch": "all_gather"},
+    "pp2 there and back": {"pp": 2, "schedule": "zb_v", "virtual": 2, "accumulate": 2},
+}
+FP8_EXPERTS_OFTEN = dict(islice(FP8_EXPERTS.items(), 3))
+DELAYED = replace(MODEL, precision="fp8 delayed")
+DELAYED_EXPERTS = replace(model_with_experts(tied=False), precision="fp8 delayed")
+
+
+def check_remembered(folder: Path) -> None:
+    """Whether what the checkpoints of all layouts hold of steps before is there to be lost: of all layers that compute
+    in fp8, other numbers for each step, so that one in the place of another is felt."""
+    with np.load(folder / "one-rank" / "saved.npz") as saved:
+        largest = {name: saved[name] for name in saved.files if name.startswith("fp8/")}
+        weights = {name for name in saved.files if name.startswith("model/layers.")}
+    # experts that every token takes compute in the model's format
+    products = ("attn.wqkv", "attn.wo", "mlp.w_gate_up", "mlp.w_down", "experts.w_gate_up", "experts.w_down")
+    endings = tuple(f"{product}.weight" for product in products)
+    in_fp8 = {name.removeprefix("model/") for name in weights if name.endswith(endings)}
+    assert {name.removeprefix("fp8/") for name in largest} == in_fp8
+    # R roles, S steps
+    for name, largest_RS in largest.items():
+        assert largest_RS.shape == (2, SAVED_AFTER), name
+        assert np.unique(largest_RS).size == largest_RS.size, name
+        assert np.all(largest_RS), name
 
 
 def test_layouts_with_delayed_scales_of_fp8(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
-    model = replace(MODEL, precision="fp8 delayed")
-    each_into_others(pool, model, FP8, tmp_path, tell, others=2)
+    each_into_others(pool, DELAYED, FP8_OFTEN, tmp_path, tell, others=FP8_BESIDE)
+    check_remembered(tmp_path)
+
+
+def test_experts_with_delayed_scales_of_fp8(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
+    # a layer of either kind
+    model = replace(DELAYED_EXPERTS, n_layers=2)
+    each_into_others(pool, model, FP8_EXPERTS_OFTEN, tmp_path, tell)
+    check_remembered(tmp_path)
+
+
+# by default one that the bits alone show, and one that the step alone shows
+LOADED_CASES = [*LOADED[:2], *(pytest.param(bug, marks=pytest.mark.slow) for bug in LOADED[2:])]
+
+
+@pytest.mark.parametrize("bug", LOADED_CASES, ids=str)
+def test_bugs_of_what_is_remembered_are_caught(bug: Bug, tmp_path: Path, tell: Tell) -> None:
+    check(bug.patch)
+    with RankPool(patches=(bug.patch,)) as wrong:
+        check_caught(bug, wrong, tmp_path, tell)
+
+
+def check_caught(bug: Bug, wrong: RankPool, folder: Path, tell: Tell) -> None:
+    """Whether loading a checkpoint of the bug's case on one rank, and the other way round, shows it: in what is
+    remembered, or else in the step that comes next. `wrong`: ranks that have it."""
+    cases = {"layout": bug.case, "one rank": replace(alone(bug.case), also=bug.case.also)}
+    for name, case in cases.items():
+        (folder / name).mkdir()
+        wrong.run(save, case, str(folder / name), ranks=case.ranks)
+    fired = []
+    losses = []
+    for source, target in permutations(cases):
+        case = cases[target]
+        (found,) = wrong.run(go_on, case, [str(folder / source)], ranks=case.ranks)[0].values()
+        changed = found["changed"]
+        assert all(name.startswith("fp8/") for name in changed), changed
+        losses.append(found["step"]["loss"])
+        if changed:
+            fired.append(f"{source} -> {target}: {changed[0]} and {len(changed) - 1} more differ")
+        for what, error in found["step"].items():
+            if error >= MARGIN * TOLERANCES[what]:
+                fired.append(f"{source} -> {target}: {what} {error:.1e} off")
+    assert fired, "not caught"
+    assert (max(losses) <= TOLERANCES["loss"]) == bug.invisible, losses
+    tell(f"{bug}: {'; '.join(fired)}")
 
 
 def test_delayed_scales_begin_anew_behind_another_precision(tmp_path: Path, capsys) -> None:
@@ -301,3 +408,15 @@ def test_layouts_of_experts_into_every_other(pool: RankPool, tied: bool, tmp_pat
 @pytest.mark.parametrize("tied", [True, False])
 def test_dense_layouts_into_every_other(pool: RankPool, tied: bool, tmp_path: Path, tell: Tell) -> None:
     each_into_others(pool, replace(MODEL, tied=tied), DENSE, tmp_path, tell)
+
+
+@pytest.mark.slow
+def test_delayed_scales_of_fp8_into_every_other(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
+    each_into_others(pool, DELAYED, FP8, tmp_path, tell, each_trains=True)
+    check_remembered(tmp_path)
+
+
+@pytest.mark.slow
+def test_delayed_scales_of_experts_into_every_other(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
+    each_into_others(pool, DELAYED_EXPERTS, FP8_EXPERTS, tmp_path, tell, each_trains=True)
+    check_remembered(tmp_path)

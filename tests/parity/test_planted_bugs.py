@@ -5,7 +5,7 @@ import pytest
 from megaspec.verify.parity import TOLERANCES, compare
 from tests.conftest import Tell
 from tests.halved import halved
-from tests.parity.bugs import BUGS, Bug
+from tests.parity.bugs import BUGS, FP8, LOADED, Bug
 from tests.parity.cases import Case
 from tests.parity.tasks import run_case, truth_of
 from tests.ranks import RankPool
@@ -30,7 +30,7 @@ def test_caught(bug: Bug, tell: Tell) -> None:
 
 
 def test_every_bug_is_a_line_that_is_there() -> None:
-    for bug in BUGS:
+    for bug in (*BUGS, *FP8, *LOADED):
         check(bug.patch)
 
 

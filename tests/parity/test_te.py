@@ -7,13 +7,17 @@ gathers, casts, multiplies, adds and asks whom. The package's own numbers are th
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from megaspec.verify.parity import TOLERANCES, Trajectory, compare
 from tests.conftest import Tell
+from tests.parity.bugs import LOADED, Bug
 from tests.parity.cases import Case, alone
 from tests.parity.tasks import run_case
+from tests.parity.test_checkpoints import FP8, check_caught, check_remembered, each_into_others
 from tests.parity.test_fp8 import steps_of
 from tests.ranks import RankPool
 from tests.source_patch import Patch, check
@@ -130,3 +134,27 @@ def test_planted_bugs_are_caught(truth_of: Callable[[Case], Trajectory], name: s
     assert fired, f"not caught: {findings[0]}"
     tell(f"{name}: {fired[0]}, margin {fired[0].margin:.0e}")
     assert fired[0].margin >= 100
+
+
+DELAYED = Case(precision="fp8 delayed", mask="uneven", kv_heads=2, also=TE)
+
+
+def test_what_is_remembered_goes_on_in_other_layouts(ranks: RankPool, tmp_path: Path, tell: Tell) -> None:
+    each_into_others(ranks, DELAYED, dict(islice(FP8.items(), 2)), tmp_path, tell)
+    check_remembered(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_is_remembered_goes_on_in_every_other_layout(ranks: RankPool, tmp_path: Path, tell: Tell) -> None:
+    # a layer for each of two chunks of two stages
+    each_into_others(ranks, replace(DELAYED, n_layers=4), FP8, tmp_path, tell, each_trains=True)
+    check_remembered(tmp_path)
+
+
+# test_checkpoints.py has some of them by default, of layers without the package
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", LOADED, ids=str)
+def test_bugs_of_what_is_remembered_are_caught(bug: Bug, tmp_path: Path, tell: Tell) -> None:
+    check(bug.patch)
+    with RankPool(patches=(IN_ITS_PLACE, bug.patch)) as wrong:
+        check_caught(replace(bug, case=replace(bug.case, also=TE)), wrong, tmp_path, tell)
