@@ -447,6 +447,21 @@ def test_a_figure_without_a_raw_line_is_found():
     assert "plain write and fsync=1,981" in " ".join(tables.problems_of(wrong))
 
 
+def test_a_prediction_of_another_run_is_found():
+    """Of two runs of one layout, whose steps the plan misses by different parts."""
+    every = tables.tables_of(tables.README.read_text())
+    name = "experts, fp8, second machine"
+    table = next(one for one in every if any(row[0] == name for row in one.rows))
+    rows = {row[0]: row for row in table.rows}
+    column = table.header.index("step predicted")
+    first = rows[name]
+    again = rows[f"{name}, again"]
+    assert first[column] != again[column]
+    swapped = (*first[:column], again[column], *first[column + 1 :])
+    wrong = tables.Table(table.section, table.files, table.header, (swapped,))
+    assert "today's code computes" in " ".join(tables.problems_of(wrong))
+
+
 def test_every_file_of_results_is_named():
     linked = {path for path, _ in links(tables.README)}
     assert {path for path in tables.RESULTS.iterdir() if path.suffix != ".md"} <= linked

@@ -444,6 +444,15 @@ def _equal_stages(line: Line, kind: str) -> float:
     return 100 * share * (line["parallelism"]["pp"] - 1) / line["accum"]
 
 
+def _is_shown(line: Line, row: dict[str, str]) -> bool:
+    """Whether the step that a row tells is the line's: a layout that ran twice has a row and a prediction for each."""
+    for column, key in (("step, ms", "step_ms"), ("tok/s a GPU", "tokens_per_s_gpu")):
+        numbers = numbers_of(row.get(column, ""))
+        if numbers and key in line and not any(number.shows(line[key]) for number in numbers):
+            return False
+    return True
+
+
 def _of_the_line(compute: Callable[[Line, str], float | None]) -> Callable[[Table, dict[str, str], list[Group]], str]:
     """What is computed of the line that a row shows."""
 
@@ -456,6 +465,8 @@ def _of_the_line(compute: Callable[[Line, str], float | None]) -> Callable[[Tabl
             if _missing(group, own):
                 continue
             for line in group.lines:
+                if not _is_shown(line, row):
+                    continue
                 value = compute(line, _kind(group.file))
                 if value is not None and number.shows(value):
                     return ""
