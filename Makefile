@@ -19,8 +19,8 @@ train: .venv/.installed data/hello.manifest.json ## prepare a corpus and train r
 test test-slow: export OMP_NUM_THREADS := 1
 # Ranks are started by the hundred: each finds its modules compiled.
 test test-slow: export PYTHONDONTWRITEBYTECODE :=
-# Two tests at a time, so that one that waits leaves its core to another.
-WORKERS ?= 2
+# Three tests at a time, so that one that waits leaves its core to another, also on two cores.
+WORKERS ?= 3
 
 test: .venv/.installed-dev ## all tests that need no GPU and are not marked slow
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
