@@ -56,8 +56,8 @@ class Fp8Precision(Frozen):
     margin: Annotated[NonNegativeInt, Field(le=_MOST_MARGIN)] = 0
     """Delayed scales leave room for elements 2^margin times as large."""
     first_layers_bf16: NonNegativeInt = 2
-    """Layers at the start that stay in bf16. At random weights their noise reaches all layers: forward those
-    behind them, and by gradients themselves."""
+    """Layers at the start that stay in bf16. With random weights their noise goes forward into all layers
+    behind them, and with the gradients back into themselves."""
     last_layers_bf16: NonNegativeInt = 1
     """Layers at the end that stay in bf16."""
     outside: Literal["bf16", "fp32", "fp64"] = "bf16"

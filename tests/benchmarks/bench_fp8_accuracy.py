@@ -33,6 +33,7 @@ from megaspec.data.loader import Loader, open_source
 from megaspec.data.manifest import load_manifest
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import build_scaler
+from megaspec.precision.spec import Fp8Precision
 from megaspec.recipe import Recipe
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
@@ -49,10 +50,12 @@ MODEL = {
 }  # fmt: skip
 SMALL = MODEL | {"n_layers": 4, "d_model": 64, "n_heads": 2, "n_kv_heads": 2, "d_ffn": 128}
 SEQ, BATCH = 1024, 16
+# By micro batches of half the size.
+ANOTHER_ORDER = "bf16, another order"
 # What each run sets beside the rest.
 RUNS: dict[str, dict[str, Any]] = {
     "bf16": {},
-    "bf16, another order": {"train": {"micro_batch": BATCH // 4}},
+    ANOTHER_ORDER: {},
     "bf16, another seed": {"train": {"seed": 1002}},
     "tensorwise": {"precision": {"kind": "fp8", "recipe": "tensorwise"}},
     "delayed": {"precision": {"kind": "fp8", "recipe": "delayed"}},
@@ -69,7 +72,12 @@ TE_RUNS: dict[str, dict[str, Any]] = {
 AT_THE_END = 20
 
 
-def spec_of(args: argparse.Namespace, more: dict[str, Any], *, seed: int = 1) -> Spec:
+def micro_batches_of(name: str) -> int:
+    """Into how many a run divides a step's sequences."""
+    return 4 if name == ANOTHER_ORDER else 2
+
+
+def spec_of(args: argparse.Namespace, name: str, *, seed: int = 1) -> Spec:
     """The Spec of one run from the initial weights of `seed`. All see the same tokens in the same order."""
     vocab = load_manifest(args.text).tokenizer.vocab_size
     fields: dict[str, Any] = {
@@ -82,14 +90,14 @@ def spec_of(args: argparse.Namespace, more: dict[str, Any], *, seed: int = 1) ->
         "train": {
             "steps": args.steps,
             "global_batch": args.batch,
-            "micro_batch": args.batch // 2,
+            "micro_batch": args.batch // micro_batches_of(name),
             "seed": seed,
             "eval_every": 0,
         },
         "log": {"tensorboard": False},
         "launcher": {"ranks": 1},
     }
-    for section, keys in more.items():
+    for section, keys in (RUNS | TE_RUNS)[name].items():
         fields[section] = fields.get(section, {}) | keys
     if fields["precision"]["kind"] == "fp8":
         fields["precision"] |= {"first_layers_bf16": args.first_layers_bf16}
@@ -144,11 +152,11 @@ def decibels(truth: dict[str, Tensor], noisy: dict[str, Tensor]) -> dict[str, fl
 def run(args: argparse.Namespace, name: str, seed: int, device: torch.device) -> dict[str, Any]:
     """Trains one run. -> its line."""
     begun = time.monotonic()
-    spec = spec_of(args, (RUNS | TE_RUNS)[name], seed=seed)
+    spec = spec_of(args, name, seed=seed)
     torch._dynamo.reset()
     built = build(spec, mesh=mesh_of(spec, rank=0, device=device))
     initialise(built)
-    twin = Twin(spec_of(args, {}), device) if spec.precision.kind == "fp8" else None
+    twin = Twin(spec_of(args, "bf16"), device) if spec.precision.kind == "fp8" else None
     scaler = build_scaler(spec.precision, device=device)
     source = open_source(
         spec.data, split="train", seed=spec.data.seed, segments=spec.segments, vocab_size=spec.model.vocab_size
@@ -269,8 +277,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", default=";".join(RUNS), help=f"of them and of {'; '.join(TE_RUNS)}, with ; between")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seq", type=int, default=SEQ)
-    parser.add_argument("--batch", type=int, default=BATCH, help="sequences of a step, in two micro batches")
-    parser.add_argument("--first-layers-bf16", type=int, default=2, help="of runs in fp8: layers in bf16 at the start")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences of a step, in two micro batches or in four")
+    of_recipes = Fp8Precision.model_fields["first_layers_bf16"].default
+    parser.add_argument(
+        "--first-layers-bf16", type=int, default=of_recipes, help="of runs in fp8: layers in bf16 at the start"
+    )
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--warmup", type=int, default=50, help="steps in which the learning rate rises")
     parser.add_argument("--seeds", default="1", help="of initial weights, with commas between")
@@ -286,8 +297,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    if args.batch < 2 or args.batch % 2:
-        raise SystemExit(f"--batch {args.batch} is no two micro batches; an even number is")
+    for name in args.runs.split(";"):
+        if name not in RUNS | TE_RUNS:
+            raise SystemExit(f"--runs: {name} is none of {'; '.join(RUNS | TE_RUNS)}")
+    most = max(map(micro_batches_of, args.runs.split(";")))
+    if args.batch < most or args.batch % most:
+        raise SystemExit(f"--batch {args.batch} can't be divided into {most} micro batches; a multiple of {most} can")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         # known before minutes of training
         raise SystemExit("--plot needs matplotlib, which is not installed; leave it out: --out keeps all losses")

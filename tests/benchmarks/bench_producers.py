@@ -1,9 +1,9 @@
-"""Triton kernels of norms, gates and rotations, on a GPU: GB/s of each beside a plain copy.
+"""Triton kernels of norms, gates, rotations and casts, on a GPU: GB/s of each beside a plain copy.
 
   python tests/benchmarks/bench_producers.py --chosen --out writers.jsonl 8b 1b
   python tests/benchmarks/bench_producers.py 8b 1b
 
-`--chosen`: what a run takes of all that writes fp8, experts' gates among them, as JSON lines; some seconds. Without it
+`--chosen`: what a run takes of all that writes fp8, that of experts among it, as JSON lines; some seconds. Without it
 launch choices, about a minute for each size, most of it for Triton's compiler. Tiles of gates that write fp8 are
 compared by `megaspec bench kernel gated`.
 """
@@ -24,7 +24,7 @@ from megaspec_kernels import bench
 from megaspec_kernels.bench import Work, on_device
 from megaspec_kernels.fp8_cast import triton as casts
 from megaspec_kernels.fp8_cast import triton_groups as casts_of_groups
-from megaspec_kernels.fp8_cast.bench import known_one, unbalanced_ends
+from megaspec_kernels.fp8_cast.bench import known_one, tokens_of_rows, unbalanced_ends
 from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.gated import triton as gates
@@ -135,7 +135,7 @@ def that_write_fp8(size: str) -> Iterator[Work]:
     yield work(f"sum and norm, forward, {M} x {D}", norm, 8 * M * D)
     yield work(f"sum and norm in rows alone, forward, {M} x {D}", partial(norm, columns=False), 7 * M * D)
     rows = bf16(M, D).to(e5m2.dtype)
-    yield work(f"rows turned round, {M} x {D}", partial(casts.columns, rows), 2 * M * D)
+    yield work(f"columns of fp8, {M} x {D}", partial(casts.columns, rows), 2 * M * D)
     for columns in (D, 2 * F):
         x = bf16(M, columns)
         cast = partial(casts.cast, x, e5m2.scale.view(1, 1), block=(None, None), dtype=e5m2.dtype, columns=True)
@@ -185,8 +185,8 @@ def that_write_fp8_of_experts() -> Iterator[Work]:
     known_scale = {"scale": e4m3.scale.view(1, 1), "groups": groups, "dtype": e4m3.dtype, "columns": True}
     known_scale |= {"seen": e4m3.seen, "saturated": e4m3.saturated, "scale_copy": torch.empty(1, 1, device="cuda")}
     yield work(f"experts' rows, {R} x {F}", partial(casts_of_groups.group_cast, grad, **known_scale), 4 * R * F)
-    token_of_row = torch.arange(R, device="cuda", dtype=torch.int32) % M
-    gathered = partial(casts_of_groups.group_cast, grad[:M], index_R=token_of_row, **known_scale)
+    index_R = tokens_of_rows(groups.ends, M)
+    gathered = partial(casts_of_groups.group_cast, grad[:M], index_R=index_R, **known_scale)
     # a token is read once at least
     yield work(f"experts' rows gathered from {M} tokens, {R} x {F}", gathered, 2 * M * F + 2 * R * F)
     yield work(f"experts' rows, tensorwise, {R} x {F}", partial(of_experts, grad, groups), 6 * R * F)

@@ -32,12 +32,16 @@ from tests.parallelism.kept import kept_bytes
 from tests.parity.cases import SEQUENCES, TOKENS, Case, spec_of
 
 
+def with_middle_in_fp8(spec: Spec, recipe: str, *, gather_fp8: bool = False) -> Spec:
+    """Of three layers, the first and the last of which stay in bf16."""
+    precision = Fp8Precision(kind="fp8", recipe=recipe, format="e4m3", first_layers_bf16=1, gather_fp8=gather_fp8)
+    return spec.model_copy(update={"precision": precision})
+
+
 def spec_in(recipe: str, **case: str) -> Spec:
     """Three layers in bf16, of which the one in the middle has products in fp8."""
     spec = spec_of(Case(precision="bf16", n_layers=3, accumulate=6, attention="sdpa", **case))
-    return spec.model_copy(
-        update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3", first_layers_bf16=1)}
-    )
+    return with_middle_in_fp8(spec, recipe)
 
 
 def built_of(spec: Spec) -> TrainState:
@@ -104,8 +108,7 @@ def writing_spec(*, norm: str, sequence: bool, trainable: str = "") -> Spec:
         trainable=trainable,
         also=tuple(kernels.items()),
     )
-    precision = Fp8Precision(kind="fp8", recipe="delayed", format="e4m3", first_layers_bf16=1)
-    return spec_of(case).model_copy(update={"precision": precision})
+    return with_middle_in_fp8(spec_of(case), "delayed")
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -242,9 +245,7 @@ def test_what_is_recomputed_frees_what_is_planned(recipe: str, router: str, part
         case = Case(precision="bf16", n_layers=3, accumulate=6, attention="sdpa", router=router, shared="none")
         spec = spec_of(replace(case, also=(("parallelism.recompute", recompute),)))
         if recipe != "bf16":
-            spec = spec.model_copy(
-                update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3", first_layers_bf16=1)}
-            )
+            spec = with_middle_in_fp8(spec, recipe)
         built = built_of(spec)
         for layer in built.model.layers.values():
             if router:
@@ -291,8 +292,7 @@ def test_weights_are_held_in_two_layouts(router: str) -> None:
 def gathering_spec(gathers: bool) -> Spec:
     """Sharded over two ranks, with experts, one layer of three in fp8."""
     spec = spec_of(Case(dp=2, strategy="fsdp", precision="bf16", n_layers=3, accumulate=2, router="softmax"))
-    precision = Fp8Precision(kind="fp8", recipe="tensorwise", format="e4m3", first_layers_bf16=1, gather_fp8=gathers)
-    return spec.model_copy(update={"precision": precision})
+    return with_middle_in_fp8(spec, "tensorwise", gather_fp8=gathers)
 
 
 def test_of_weights_in_fp8_half_of_the_bytes_are_gathered() -> None:
@@ -320,9 +320,7 @@ def test_of_tokens_in_fp8_half_of_the_bytes_are_gathered(recipe: str, tokens_in_
     """Of an input forward and again backward, and of a gradient: those that are bytes. Rowwise with a scale a token."""
     case = Case(tp=2, sequence=True, precision="bf16", n_layers=3, accumulate=6, attention="sdpa")
     plain = spec_of(case)
-    spec = plain.model_copy(
-        update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3", first_layers_bf16=1)}
-    )
+    spec = with_middle_in_fp8(plain, recipe)
     sent = {}
     for name, one in (("plain", plain), ("fp8", spec)):
         found = [call for call in collectives_of(one, None) if call.kind == "all_gather" and call.group == "tp"]
@@ -340,9 +338,7 @@ def test_what_ranks_agree_on_is_counted(recipe: str, sequence: bool, monkeypatch
     is its own."""
     case = Case(tp=2, sequence=sequence, n_layers=3, accumulate=2, precision="bf16", wide=recipe == "blockwise")
     spec = spec_of(case)
-    spec = spec.model_copy(
-        update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3", first_layers_bf16=1)}
-    )
+    spec = with_middle_in_fp8(spec, recipe)
     planned = Counter()
     for one in collectives_of(spec, None):
         if one.what == AGREED:

@@ -174,7 +174,7 @@ def unbalanced_ends(groups: int, rows: int, device: torch.device) -> Tensor:
     return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
 
 
-def _tokens_of_rows(ends_E: Tensor, tokens: int) -> Tensor:
+def tokens_of_rows(ends_E: Tensor, tokens: int) -> Tensor:
     """int32 [rows]: within each group every row is another token's, the earlier one first."""
     draw = torch.Generator().manual_seed(1)
     parts = []
@@ -196,7 +196,7 @@ def _of_groups(kernel: Fp8CastKernel, device: torch.device, name: str) -> Iterat
     yield Work(
         f"places of {E} unequal groups of {rows} rows", _alone(start, device), 12 * groups.first.numel(), "bytes"
     )
-    index_R = _tokens_of_rows(ends_E, tokens)
+    index_R = tokens_of_rows(ends_E, tokens)
     for K in widths:
         x_RI = torch.randn(rows, K, device=device).to(training_dtype(device))
         where = f"{E} unequal groups of {rows} x {K}"
