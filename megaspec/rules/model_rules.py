@@ -10,7 +10,7 @@ from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import attention_use_of
 from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
 from megaspec.rules.ways import Way, way_out
-from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, choose, unmet, why_no_lines
+from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, Use, choose, unmet, why_no_lines
 
 # From here on tensor cores take fp8 matrices as they are, and Transformer Engine makes no columns of whole tensors.
 _BLACKWELL = 100
@@ -79,7 +79,11 @@ def vocabulary_holds_the_data(case: Case) -> Problem | None:
 
 def attention_kernel_runs(case: Case) -> Problem | None:
     """The attention implementation runs on the target, with the dropout and the cap of scores that the model has."""
-    return _kernel(case, "attention")
+    instead = case.kernel_use
+    # asked only for a report: the rule itself reads no layout, since none mends it
+    if case.mends is not None:
+        instead = attention_use_of(case.recipe)
+    return _kernel(case, "attention", instead=instead)
 
 
 def attention_has_parts_of_sequences(case: Case) -> Problem | None:
@@ -240,8 +244,9 @@ def adamw_kernel_runs(case: Case) -> Problem | None:
     return _kernel(case, "adamw")
 
 
-def _kernel(case: Case, operation: str) -> Problem | None:
-    """Why the implementation of an operation can't run on the target, and the one to set instead."""
+def _kernel(case: Case, operation: str, *, instead: Use | None = None) -> Problem | None:
+    """Why the implementation of an operation can't run on the target, and the one to set instead. `instead`: what that
+    one has to do, where it is more than the rule asks for."""
     name = getattr(case.recipe.kernels, operation)
     device = case.target.device
     sm = case.target.sm
@@ -253,7 +258,7 @@ def _kernel(case: Case, operation: str) -> Problem | None:
     asked = _who_asks(case).get(lacks)
     if asked is not None:
         lacks += f", {asked}"
-    best = choose(operation, device=device, sm=sm, use=use, packages=packages)
+    best = choose(operation, device=device, sm=sm, use=instead or use, packages=packages)
     key = f"kernels.{operation}"
     return Problem(key, f"{key}={name} {lacks}; set {key}={best}")
 

@@ -234,6 +234,18 @@ def test_a_kernel_that_lacks_something_names_who_asks_for_it(overrides, said):
     assert said in problem.message
 
 
+@pytest.mark.parametrize("name", ["cudnn", "flash_attn", "te"])
+def test_what_attends_instead_takes_parts_of_sequences_where_ranks_have_them(name):
+    a100 = H200.model_copy(update={"gpu": "NVIDIA A100", "sm": 80})
+    words = ("precision=bf16", "model.d_head=64", "data.document_mask=true", f"kernels.attention={name}")
+    (problem,) = broken(words, a100)
+    assert problem.message.endswith("set kernels.attention=flex")
+    # documents hide keys, which flex leaves out; it has no parts
+    problems = broken((*words, "parallelism.cp=2"), a100)
+    assert {p.code for p in problems} <= {"kernel-attention", "kernel-attention-parts"}
+    assert all("set kernels.attention=sdpa" in p.message for p in problems)
+
+
 def test_a_batch_that_ranks_do_not_divide_is_blamed_on_no_micro_batch_that_was_decided():
     (text,) = map(str, broken(("train.global_batch=31", "parallelism.tp=1", "parallelism.dp_replicate=2")))
     assert "train.global_batch=31 must be a multiple of train.micro_batch=1 · dp=2 = 2; try 30 or 32" in text
