@@ -208,6 +208,12 @@ _FP8 = ("precision.kind=fp8",)
         ),
         (("precision.gather_fp8=true",), H200, "set precision.gather_fp8=false, or parallelism.dp_strategy=fsdp"),
         (
+            ("precision.gather_fp8=true", "precision.recipe=rowwise"),
+            H200,
+            "set precision.gather_fp8=false, or precision.recipe=tensorwise or delayed along with"
+            " parallelism.dp_strategy=fsdp",
+        ),
+        (
             ("optim.formats.exp_avg=bf16",),
             H200,
             "try parallelism.dp_strategy=zero1, or optim.formats.exp_avg=fp32",
