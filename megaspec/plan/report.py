@@ -18,7 +18,6 @@ from megaspec.rules.unbuilt import feature_of
 from megaspec.rules.unread import unmet_needs
 from megaspec.search.tune import SEARCHED
 from megaspec.spec import Decision, Spec
-from megaspec_kernels.catalog import IDLE_BESIDE_TE
 
 _BAR = 40
 _MOST_STAGES = 8
@@ -568,8 +567,6 @@ def _is_idle(key: str, spec: Spec) -> bool:
     """Whether nothing of this run asks for a decision, or another line of the screen says it."""
     if key.startswith(_OF_PIPELINES):
         return spec.parallelism.pp == 1
-    if key.removeprefix(_KERNELS) in IDLE_BESIDE_TE and spec.kernels.linear == "te":
-        return True
     return key == "parallelism.sequence_parallel" or bool(unmet_needs(key, spec))
 
 

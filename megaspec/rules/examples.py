@@ -418,12 +418,6 @@ _MODEL = {
         "kernels.linear",
         target=B200_WITH_TE,
     ),
-    "te-casts": Example(
-        (_FP8, "kernels.linear=te", "kernels.fp8_cast=triton"),
-        ("kernels.fp8_cast=auto",),
-        "kernels.fp8_cast",
-        target=H200_WITH_TE,
-    ),
     "kernel-grouped": Example((_moe(), "kernels.grouped=torch"), ("kernels.grouped=reference",), "kernels.grouped"),
 }
 _UNREAD = {

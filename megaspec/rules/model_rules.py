@@ -10,7 +10,7 @@ from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import attention_use_of
 from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
 from megaspec.rules.ways import Way, way_out
-from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, Use, choose, unmet, why_no_lines
+from megaspec_kernels.catalog import CATALOG, Use, choose, unmet, why_no_lines
 
 # From here on tensor cores take fp8 matrices as they are, and Transformer Engine makes no columns of whole tensors.
 _BLACKWELL = 100
@@ -142,19 +142,6 @@ def te_casts_no_experts(case: Case) -> Problem | None:
         return None
     text = "kernels.linear=te with precision.kind=fp8 computes no experts, model.moe asks for some"
     return Problem("kernels.linear", f"{text}; set kernels.linear=torch, or precision=bf16")
-
-
-def te_casts_and_multiplies_itself(case: Case) -> Problem | None:
-    """In fp8 linear=te has casts and products of its own: no other can be chosen."""
-    kernels = case.recipe.kernels
-    if kernels.linear != "te" or not isinstance(case.recipe.precision, Fp8Precision):
-        return None
-    for operation in IDLE_BESIDE_TE:
-        key = f"kernels.{operation}"
-        if key not in case.decided:
-            text = f"{key}={getattr(kernels, operation)} is not read with kernels.linear=te, which casts and multiplies"
-            return Problem(key, f"{text} itself; set {key}=auto, or kernels.linear=torch")
-    return None
 
 
 def experts_are_dequantised_where_it_is_chosen(case: Case) -> Problem | None:

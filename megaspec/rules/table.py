@@ -134,7 +134,6 @@ RULES: dict[str, Rule] = {
     "kernel-linear": model_rules.linear_kernel_runs,
     "te-experts": model_rules.te_casts_no_experts,
     "te-fp8-gpu": model_rules.te_casts_run_on_the_gpu,
-    "te-casts": model_rules.te_casts_and_multiplies_itself,
     "kernel-grouped": model_rules.grouped_kernel_runs,
     "kernel-unpermute": model_rules.unpermute_kernel_runs,
     "kernel-norm": model_rules.norm_kernel_runs,

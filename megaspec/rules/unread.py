@@ -116,6 +116,13 @@ _FP8 = Need(
     "precision.kind={value} computes nothing in fp8",
     "precision=fp8",
 )
+_CASTS_APART = Need(
+    ("kernels.linear",),
+    # in other precisions it would not be read with any
+    lambda recipe: recipe.kernels.linear != "te" or recipe.precision.kind != "fp8",
+    "kernels.linear={value} casts and multiplies itself",
+    "kernels.linear=torch",
+)
 _GATE = Need(
     ("model.mlp.kind",),
     lambda recipe: recipe.model.mlp.kind != "plain",
@@ -186,8 +193,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kernels.unpermute": (_EXPERTS,),
     "kernels.gated": (_GATE,),
     "kernels.rope": (_ROTATION,),
-    "kernels.fp8_cast": (_FP8,),
-    "kernels.scaled_product": (_FP8,),
+    "kernels.fp8_cast": (_FP8, _CASTS_APART),
+    "kernels.scaled_product": (_FP8, _CASTS_APART),
     "kernels.scaled_grouped": (_FP8, _EXPERTS),
     "kernels.adamw": (_ADAMW,),
     "precision.amax_history": (_DELAYED,),
