@@ -8,6 +8,7 @@ from megaspec.core.units import counted
 from megaspec.precision.spec import Fp8Precision, fp8_recipe
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import attention_use_of
+from megaspec.rules.precision_rules import fp8_runs_on_the_gpu
 from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
 from megaspec.rules.ways import Way, way_out
 from megaspec_kernels.catalog import CATALOG, Use, choose, unmet, why_no_lines
@@ -150,7 +151,9 @@ def experts_are_dequantised_where_it_is_chosen(case: Case) -> Problem | None:
     is_chosen = key not in case.decided or case.recipe.kernels.scaled_grouped != "reference"
     if is_chosen or case.recipe.precision.kind != "fp8" or case.moe is None or case.target.device != "cuda":
         return None
-    # of widths another rule speaks
+    # of GPUs without fp8 another rule speaks, and another one of widths
+    if fp8_runs_on_the_gpu(case) is not None:
+        return None
     use = replace(case.kernel_use, widths=())
     lacks = unmet("scaled_grouped", "torch", device="cuda", sm=case.target.sm, use=use)
     if lacks is None:

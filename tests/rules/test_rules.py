@@ -240,6 +240,16 @@ def test_a_kernel_that_lacks_something_names_who_asks_for_it(overrides, said):
     assert said in problem.message
 
 
+@pytest.mark.parametrize(("gpu", "sm", "best"), [("NVIDIA A100", 80, "bf16"), ("Tesla V100", 70, "fp16")])
+def test_experts_in_fp8_on_a_gpu_without_it_are_told_of_that_alone(gpu, sm, best):
+    """Another kernel for them would not help, and bf16 not everywhere."""
+    target = H200.model_copy(update={"gpu": gpu, "sm": sm})
+    (problem,) = broken((*_FP8, "model.moe={n_experts: 8}"), target)
+    assert problem.message.endswith(f"set precision={best}")
+    (problem,) = broken((*_FP8, "model.moe={n_experts: 8}"), B200)
+    assert problem.key == "kernels.scaled_grouped"
+
+
 @pytest.mark.parametrize("name", ["cudnn", "flash_attn", "te"])
 def test_what_attends_instead_takes_parts_of_sequences_where_ranks_have_them(name):
     a100 = H200.model_copy(update={"gpu": "NVIDIA A100", "sm": 80})
