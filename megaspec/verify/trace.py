@@ -27,6 +27,7 @@ from megaspec.nn.moe.module import Moe
 from megaspec.optim.narrow import NarrowAdamW
 from megaspec.optim.spec import MuonSpec, has_narrow_states
 from megaspec.precision.scaler import build_scaler
+from megaspec.precision.spec import Fp8Precision
 from megaspec.runtime.build import TrainState, build, mesh_of
 from megaspec.runtime.position import Position
 from megaspec.runtime.step import train_step
@@ -290,6 +291,9 @@ def _check(spec: Spec) -> None:
     if isinstance(spec.optim, MuonSpec) and spec.world_size > 1:
         text = "optim.kind=muon can't be traced: its ranks tell each other what they hold, and a trace has one of them"
         problems.append(Problem("optim.kind", f"{text}; leave --trace out, or set optim=adamw", ""))
+    if spec.kernels.linear == "te" and isinstance(spec.precision, Fp8Precision):
+        text = "kernels.linear=te can't be traced: in fp8 Transformer Engine casts tensors that have numbers"
+        problems.append(Problem("kernels.linear", f"{text}; leave --trace out, or set kernels.linear=torch", ""))
     offload = spec.parallelism.offload
     for name, value in (("layers", offload.layers), ("optimizer", offload.optimizer)):
         if value:

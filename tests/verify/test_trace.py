@@ -348,6 +348,7 @@ def test_narrow_states_are_updated_in_one_kernel():
         ("gpus=2 optim=muon", "optim.kind=muon"),
         ("gpus=1 parallelism.offload.layers=2", "parallelism.offload.layers=2"),
         ("gpus=1 parallelism.offload.optimizer=0.5", "parallelism.offload.optimizer=0.5"),
+        (f"gpus=1 {FP8} kernels.linear=te", "kernels.linear=te"),
     ],
 )
 def test_what_needs_numbers_is_refused_with_its_reason(words, key):
