@@ -752,7 +752,7 @@ _INIT = {
 _PROFILE = {
     "profile-order": Example(("profile.steps=[12, 10]",), ("profile.steps=[10, 12]",), "profile.steps"),
     "profile-steps": Example(
-        ("train.steps=300", "profile.steps=[299, 301]"), ("profile.steps=[298, 300]",), "profile.steps"
+        ("train.steps=300", "profile.steps=[299, 301]"), ("profile.steps=[299, 300]",), "profile.steps"
     ),
     "profile-many": Example(("profile.steps=[10, 109]",), ("profile.steps=[10, 12]",), "profile.steps"),
     "profile-ranks": Example(
