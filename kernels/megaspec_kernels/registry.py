@@ -35,9 +35,12 @@ from megaspec_kernels.gated import triton_weighted as gated_weighted
 from megaspec_kernels.grouped.add import add_, add_plainly_
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
+from megaspec_kernels.linear import mxfp8 as linear_mxfp8
 from megaspec_kernels.linear import reference as linear_reference
 from megaspec_kernels.linear import te as linear_te
+from megaspec_kernels.linear import te_mxfp8 as linear_te_mxfp8
 from megaspec_kernels.linear import torch as linear_torch
+from megaspec_kernels.linear.factors import Cast
 from megaspec_kernels.norm import reference as norm_reference
 from megaspec_kernels.norm import te as norm_te
 from megaspec_kernels.norm import triton as norm_triton
@@ -80,6 +83,16 @@ class AttentionMergeKernel:
 
 
 @dataclass(frozen=True)
+class MxFp8Kernel:
+    """Casts to MXFP8 and products of such matrices, see linear/mxfp8.py."""
+
+    cast: Callable[..., Cast]
+    """(x_MK, dtype, *, rows, columns) -> the layouts that are asked for"""
+    product: Callable[..., torch.Tensor]
+    """(layout, a, b, *, dtype, fast, into, overwrite) -> [.., ..]"""
+
+
+@dataclass(frozen=True)
 class LinearKernel:
     """The products of a linear layer, see linear/reference.py."""
 
@@ -91,6 +104,8 @@ class LinearKernel:
     """(grad_out, x) -> [O, I]"""
     add_weight_gradient: Callable[..., None]
     """(into_OI, grad_out, x, *, overwrite), in place"""
+    mxfp8: MxFp8Kernel
+    """The same products with precision.recipe=mxfp8."""
 
 
 @dataclass(frozen=True)
@@ -249,8 +264,9 @@ AdamWKernel = Callable[..., None]
 """(weights, masters, first, second, gradients, decays, keys, step), in place; `torch` is an optimizer of its own."""
 
 
-def _linear(file: ModuleType) -> LinearKernel:
-    return LinearKernel(file.forward, file.input_gradient, file.weight_gradient, file.add_weight_gradient)
+def _linear(file: ModuleType, mx: ModuleType) -> LinearKernel:
+    in_mxfp8 = MxFp8Kernel(mx.cast, mx.product)
+    return LinearKernel(file.forward, file.input_gradient, file.weight_gradient, file.add_weight_gradient, in_mxfp8)
 
 
 def _of_flash_attention(version: attention_flash_attn.FlashAttention) -> AttentionKernel:
@@ -288,9 +304,9 @@ REGISTRY: dict[str, dict[str, Any]] = {
         "reference": cross_entropy_reference,
     },
     "linear": {
-        "torch": _linear(linear_torch),
-        "te": _linear(linear_te),
-        "reference": _linear(linear_reference),
+        "torch": _linear(linear_torch, linear_mxfp8),
+        "te": _linear(linear_te, linear_te_mxfp8),
+        "reference": _linear(linear_reference, linear_mxfp8),
     },
     "grouped": {
         "torch": GroupedKernel(grouped_torch, add_),

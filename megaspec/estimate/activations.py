@@ -166,7 +166,7 @@ def _core(run: LayerRun, attention: AttentionProducts, *, in_fp8: bool) -> Itera
     yield KeptTensor("o", out * run.width, freed_by)
     if in_fp8:
         # as the product after it takes it
-        yield KeptTensor("o.fp8", out)
+        yield KeptTensor("o.fp8", run.fp8_bytes(out))
     if run.execution.swaps_heads:
         # as attention made it
         yield KeptTensor("o.of_heads", out * run.width, freed_by)

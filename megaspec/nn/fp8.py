@@ -8,7 +8,8 @@ dx = dy W     gradient in rows, weight in columns    sums over outputs
 dW = dyᵀ x    gradient in columns, input in columns  sums over tokens
 
 Which elements share a scale follows from the recipe (BLOCKS). Kept for the backward pass is the input in columns, a
-byte a number. Weights are quantised once for each update, in both layouts.
+byte a number. Weights are quantised once for each update, in both layouts. In columns values lie [K, M]; with mxfp8
+(fp8_mx.py), whose tensor cores take factors that lie along the other dimension, [M, K] as in rows (`lies_turned`).
 
 Note "Whole tensors". Where ranks hold parts of one tensor, a block that goes across them has the largest element of all
 of them: `Split` says which dimension of the layer's weight they divide, and `largest` asks the other ranks.
@@ -63,6 +64,7 @@ from megaspec_kernels.fp8_cast.formats import (
     scale_of,
     scale_shape,
 )
+from megaspec_kernels.linear.mxfp8 import BLOCK as MX_BLOCK
 from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.registry import Fp8CastKernel, ScaledProductKernel
 
@@ -132,9 +134,9 @@ class Fp8Tensor(NamedTuple):
     """A matrix in fp8, in one layout."""
 
     values: Tensor
-    """[M, K] in rows, [K, M] in columns."""
+    """[M, K] in rows, [K, M] in columns; with mxfp8 [M, K] in both."""
     scale: Tensor
-    """Of its blocks, in the same layout: [m, k] or [k, m], in at least fp32."""
+    """Of its blocks, in the same layout: [m, k] or [k, m], in at least fp32; with mxfp8 [m, k] in both, in bytes."""
 
 
 class Fp8Pair(NamedTuple):
@@ -480,7 +482,9 @@ def fp8_forward(
         whole = layer.for_columns(x_MI, pair.rows)
         # a copy, also where it lies in one piece: the tokens of other ranks are not kept
         kept = whole.values.view(x.shape).chunk(parts, 1)[part].clone(memory_format=torch.contiguous_format)
-        kept_scale = scale_in_columns(whole.scale, BLOCKS[recipe]["input"].columns)
+        kept_scale = whole.scale
+        if lies_turned(recipe):
+            kept_scale = scale_in_columns(whole.scale, BLOCKS[recipe]["input"].columns)
     else:
         kept, kept_scale = _nothing(x)
     y_MO = layer.product(pair.rows, layer.weight(weight).rows, ("input", "weight"), along="rows", dtype=x.dtype)
@@ -495,11 +499,11 @@ def _(
     if not keeps:
         return y, *_nothing(x)
     shape = (x.numel() // x.shape[-1], x.shape[-1])
-    kept_shape = shape[::-1]
+    kept_shape = shape_in_columns(recipe, shape)
     if parts > 1:
         kept_shape = (x.shape[0], x.shape[1] // parts, x.shape[2])
     kept = x.new_empty(kept_shape, dtype=FORMATS["e4m3"])
-    return y, kept, _empty_scale(x, BLOCKS[recipe]["input"].columns, shape)
+    return y, kept, _empty_scale(x, recipe, "input", shape)
 
 
 @operation("megaspec::fp8_forward_of")
@@ -558,6 +562,24 @@ def _(x: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
 def has_one_scale(recipe: str) -> bool:
     """Whether it is of a whole tensor: rows and columns are the same numbers."""
     return BLOCKS[recipe]["input"] == _TENSOR
+
+
+def lies_turned(recipe: str) -> bool:
+    """Whether values in columns lie [K, M]. Else they lie as in rows, and so do their scales."""
+    return recipe != "mxfp8"
+
+
+def shape_in_columns(recipe: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """Of the values of a matrix [M, K]."""
+    return shape[::-1] if lies_turned(recipe) else shape
+
+
+def columns_of_tokens(values_BTK: Tensor, fp8: Fp8Use) -> Tensor:
+    """All tokens of a matrix in fp8, by the scales that columns have -> in columns."""
+    if lies_turned(fp8.recipe):
+        return fp8_columns(values_BTK, fp8.ticket)
+    # as bytes: they are not computed with
+    return values_BTK.view(torch.uint8).flatten(0, -2).view(values_BTK.dtype)
 
 
 def carrier_of(like: Tensor, *shape: int) -> Tensor:
@@ -634,8 +656,8 @@ def _(
     if not needs_weight:
         return grad_x, *_nothing(grad_out)
     shape = (grad_out.numel() // grad_out.shape[-1], grad_out.shape[-1])
-    columns = grad_out.new_empty(shape[::-1], dtype=FORMATS[gradient_format])
-    return grad_x, columns, _empty_scale(grad_out, BLOCKS[recipe]["gradient"].columns, shape)
+    columns = grad_out.new_empty(shape_in_columns(recipe, shape), dtype=FORMATS[gradient_format])
+    return grad_x, columns, _empty_scale(grad_out, recipe, "gradient", shape)
 
 
 @operation("megaspec::fp8_backward_of")
@@ -666,7 +688,7 @@ def fp8_weight_gradient(
 
 @fake_of(fp8_weight_gradient)
 def _(grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, like: Tensor, ticket: Tensor) -> Tensor:
-    return like.new_empty(grad_OM.shape[0], x_IM.shape[0])
+    return like.new_empty(like.shape)
 
 
 def weight_gradient_of(
@@ -704,7 +726,10 @@ def scale_in_columns(scale_mk: Tensor, block: Block) -> Tensor:
     return scale_mk.t().contiguous()
 
 
-def _empty_scale(like: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
+def _empty_scale(like: Tensor, recipe: str, role: Role, shape: tuple[int, int]) -> Tensor:
     """Of a matrix in columns."""
+    if not lies_turned(recipe):
+        return like.new_empty(scale_shape((MX_BLOCK, 1), shape), dtype=torch.uint8)
+    block = BLOCKS[recipe][role].columns
     wide = torch.promote_types(like.dtype, torch.float32)
     return scale_in_columns(like.new_empty(scale_shape(block, shape), dtype=wide), block)

@@ -25,6 +25,7 @@ from megaspec.nn.attention.module import Attention
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Role, Split
 from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8
+from megaspec.nn.fp8_mx import MxFp8Form, MxFp8Linear
 from megaspec.nn.fp8_producers import Producer
 from megaspec.nn.fp8_te import TeFp8Form, TeFp8Linear
 from megaspec.nn.layer.module import Layer
@@ -40,7 +41,8 @@ from megaspec.parallelism.tensor import ColumnParallelLinear, RowParallelLinear
 from megaspec_kernels.fp8_cast.formats import scale_of
 from megaspec_kernels.registry import ScaledGroupedKernel
 
-LAYERS: dict[type[Fp8Form | TeFp8Form], type[Fp8Linear]] = {Fp8Form: Fp8Linear, TeFp8Form: TeFp8Linear}
+AnyForm = Fp8Form | TeFp8Form | MxFp8Form
+LAYERS: dict[type[AnyForm], type[Fp8Linear]] = {Fp8Form: Fp8Linear, TeFp8Form: TeFp8Linear, MxFp8Form: MxFp8Linear}
 """What computes a layer, by the form of the model's. Experts have one of their own."""
 
 
@@ -50,7 +52,7 @@ class Fp8:
     def __init__(
         self,
         mesh: Mesh,
-        form: Fp8Form | TeFp8Form | None,
+        form: AnyForm | None,
         *,
         names: Mapping[int, Sequence[str]],
         history: int,

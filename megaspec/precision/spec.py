@@ -13,6 +13,11 @@ from megaspec.core.frozen import Auto, Frozen, NonNegativeInt, PositiveFloat, Po
 _MOST_MARGIN = 13
 
 
+BLACKWELL_SM = {"mxfp8": (100, 119)}
+"""Recipes of fp8 whose products Blackwell's tensor cores alone have, and the compute capabilities of GPUs that have all
+three: from the first to the last. Transformer Engine 2.20 has them up to there."""
+
+
 class PlainPrecision(Frozen):
     """One format for weights and activations, no loss scale."""
 
@@ -47,7 +52,8 @@ class Fp8Precision(Frozen):
     of the steps before. rowwise: a token or an output channel; for the weight gradient a feature over all tokens. What
     an expert takes is a tensor of its own; delayed, the tokens of all experts of a layer are one. Grouped products have
     no scales of blocks.
-    blockwise: 1x128 of inputs, 128x128 of weights (Hopper). mxfp8, nvfp4: 32 and 16 numbers (Blackwell)."""
+    blockwise: 1x128 of inputs, 128x128 of weights (Hopper). mxfp8: 32 numbers along which a product sums (OCP
+    Microscaling Formats 1.0), by Transformer Engine (Blackwell). nvfp4: 16 numbers (Blackwell)."""
     format: Auto[Literal["hybrid", "e4m3"]] = "auto"
     """hybrid: e4m3 forward, e5m2 for gradients of outputs; those of experts' outputs are e4m3, which grouped products
     take alone. e4m3: everywhere. auto: hybrid with scales of tensors, which need its range, else e4m3."""

@@ -412,6 +412,12 @@ _MODEL = {
         "kernels.linear",
         target=H200_WITH_TE,
     ),
+    "te-blackwell": Example(
+        (_FP8, "precision.recipe=mxfp8", "kernels.linear=torch"),
+        ("kernels.linear=te",),
+        "kernels.linear",
+        target=B200_WITH_TE,
+    ),
     "te-fp8-gpu": Example(
         (_FP8, "precision.recipe=delayed", "kernels.linear=te"),
         ("kernels.linear=torch",),

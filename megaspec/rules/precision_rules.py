@@ -9,9 +9,9 @@ from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
 from megaspec.core.units import counted
 from megaspec.optim.spec import AdamWSpec
-from megaspec.precision.spec import Fp8Precision
+from megaspec.precision.spec import BLACKWELL_SM, Fp8Precision
 from megaspec.rules.case import Case
-from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
+from megaspec.rules.unbuilt import PLANNED_RECIPES, WHY_NO_NVFP4
 from megaspec.rules.ways import Way, way_out
 
 # The first compute capability whose tensor cores take bf16.
@@ -22,15 +22,15 @@ _FP8_SM = {
     "delayed": (89, 999),
     "rowwise": (89, 999),
     "blockwise": (90, 99),
-    "mxfp8": (100, 999),
+    "mxfp8": BLACKWELL_SM["mxfp8"],
     "nvfp4": (100, 999),
 }
 # What each side of an fp8 matrix product is a multiple of: numbers that the tensor cores take at a time, and blocks
 # that share a scale, so that they are the same however ranks divide a matrix.
 _FP8_UNIT = {"tensorwise": 16, "delayed": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 32}
-# Recipes whose products of blocks torch has in e4m3 alone.
-_ONLY_E4M3 = ("blockwise", "mxfp8", "nvfp4")
-_TRAINED = tuple(name for name in _FP8_SM if name not in BLACKWELL_RECIPES)
+# Recipes whose products of blocks there are in e4m3 alone.
+_ONLY_E4M3 = ("blockwise", "nvfp4")
+_TRAINED = tuple(name for name in _FP8_SM if name not in PLANNED_RECIPES)
 # Recipes whose scales a grouped product takes: of rows, or of something that rows lie in.
 _OF_TENSORS = ("tensorwise", "delayed")
 _OF_ROWS = ("tensorwise", "delayed", "rowwise")
@@ -76,8 +76,10 @@ def fp8_runs_on_the_gpu(case: Case) -> Problem | None:
         text = f"precision.kind=fp8 needs sm{least}, this GPU is sm{sm}; set precision={best}"
         return Problem("precision.kind", text)
     needs = f"needs Hopper (sm{first})"
-    if precision.recipe in BLACKWELL_RECIPES:
-        needs = NEEDS_BLACKWELL
+    if precision.recipe in PLANNED_RECIPES:
+        needs = WHY_NO_NVFP4
+    elif precision.recipe in BLACKWELL_SM:
+        needs = f"needs Blackwell (sm{first} to sm{last})"
     elif sm < first:
         needs = f"needs sm{first}"
     # not those that are planned alone

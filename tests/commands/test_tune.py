@@ -117,7 +117,7 @@ def test_help_says_what_gpus_means(command, capsys):
         # what no layout mends is told by itself
         (
             (*WORDS, "precision=fp8", "precision.recipe=rowwise", "kernels.linear=te", "precision.margin=2"),
-            "kernels.linear=te needs precision.recipe=tensorwise, delayed or blockwise, it is rowwise; set "
+            "kernels.linear=te needs precision.recipe=tensorwise, delayed, blockwise or mxfp8, it is rowwise; set "
             "kernels.linear=torch   (command line)\nprecision.margin=2 is not read: precision.recipe=rowwise",
         ),
         (
@@ -127,7 +127,7 @@ def test_help_says_what_gpus_means(command, capsys):
         ((*WORDS, "model.n_kv_heads=5"), "model.n_kv_heads=5 must divide model.n_heads"),
         (
             ("recipe=llama3_8b_fp8", "gpus=8", "hardware=B200", "precision.recipe=nvfp4", "--trainable"),
-            "precision.recipe=nvfp4: fp8 in blocks of 32 and 16",
+            "precision.recipe=nvfp4: fp4 in blocks of 16",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from megaspec_kernels.attention import reference_block
 from megaspec_kernels.attention import te as attention_te
 from megaspec_kernels.attention.documents import BlockDocuments, Documents
 from megaspec_kernels.attention.scoring import Scoring
-from megaspec_kernels.linear import te, te_fp8
+from megaspec_kernels.linear import te, te_fp8, te_mxfp8
 from megaspec_kernels.norm import te as norm_te
 from megaspec_kernels.te_package import TransformerEngine
 
@@ -27,6 +27,7 @@ E5M2 = "e5m2"
 TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 LINE = 128
+MX_LINE = 32
 
 
 def te_runs(dtype: torch.dtype, device: torch.device) -> None:
@@ -108,8 +109,61 @@ class Float8BlockwiseQTensorStorage:
         return wide if in_rows else wide.t()
 
 
-def _padded(count: int) -> int:
-    return -(-count // 4) * 4
+def _padded(count: int, to: int = 4) -> int:
+    return -(-count // to) * to
+
+
+class MXFP8TensorStorage:
+    """Blackwell's: values lie alike in both layouts."""
+
+    def __init__(
+        self, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype, quantizer,
+        with_gemm_swizzled_scales, *, fake_dtype=None,
+    ):  # fmt: skip
+        self._rowwise_data = rowwise_data
+        self._rowwise_scale_inv = rowwise_scale_inv
+        self._columnwise_data = columnwise_data
+        self._columnwise_scale_inv = columnwise_scale_inv
+        self._fp8_dtype = fp8_dtype
+        self._with_gemm_swizzled_scales = with_gemm_swizzled_scales
+        for values in (rowwise_data, columnwise_data):
+            assert values is None or (values.dtype == torch.uint8 and values.is_contiguous())
+        for scale in (rowwise_scale_inv, columnwise_scale_inv):
+            assert scale is None or (scale.dtype == torch.uint8 and scale.is_contiguous())
+
+    def wide(self, *, in_rows: bool) -> Tensor:
+        values = self._rowwise_data if in_rows else self._columnwise_data
+        scale = self._rowwise_scale_inv if in_rows else self._columnwise_scale_inv
+        assert values is not None, f"a product asks for {'rows' if in_rows else 'columns'}, which are not there"
+        assert not self._with_gemm_swizzled_scales, "these are not in that order"
+        assert scale.shape == _mx_scale_shape(values.shape, in_rows=in_rows)
+        rows, inner = values.shape
+        assert rows % MX_LINE == inner % MX_LINE == 0
+        exponent = scale.double() - 127
+        each = torch.where(scale == 255, torch.nan, torch.exp2(exponent))
+        if in_rows:
+            each = each[:rows].repeat_interleave(MX_LINE, 1)[:, :inner]
+        else:
+            each = each[:, :inner].repeat_interleave(MX_LINE, 0)[:rows]
+        return values.view(TORCH[self._fp8_dtype]).double() * each
+
+
+def _mx_scale_shape(shape: tuple[int, int], *, in_rows: bool) -> tuple[int, int]:
+    rows, inner = shape
+    if in_rows:
+        return _padded(rows, 128), _padded(-(-inner // MX_LINE))
+    return _padded(-(-rows // MX_LINE)), _padded(inner, 128)
+
+
+def _e8m0(value: Tensor) -> Tensor:
+    """Bits of fp32 rounded up to a power of two, as the package's kernels do it."""
+    bits = value.float().view(torch.int32)
+    exponent = (bits >> 23) & 0xFF
+    mantissa = bits & 0x7FFFFF
+    goes_up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
+    found = exponent + goes_up.int()
+    found = torch.where(value.isinf(), 254, found)
+    return torch.where(value.isnan(), 255, found).to(torch.uint8)
 
 
 def _cast(x: Tensor, factor: Tensor, form: str) -> Tensor:
@@ -193,11 +247,41 @@ class Float8BlockQuantizer(_Quantizer):
         return values.contiguous(), scale.contiguous()
 
 
+class MXFP8Quantizer(_Quantizer):
+    def __init__(self, fp8_dtype, *, rowwise=True, columnwise=True):
+        self.form = fp8_dtype
+        self.rows = rowwise
+        self.columns = columnwise
+
+    def cast(self, x: Tensor) -> MXFP8TensorStorage:
+        assert x.shape[0] % MX_LINE == x.shape[1] % MX_LINE == 0, f"{tuple(x.shape)} has no whole blocks"
+        rows = (None, None)
+        columns = (None, None)
+        if self.rows:
+            rows = self._one(x, in_rows=True)
+        if self.columns:
+            columns = self._one(x, in_rows=False)
+        return MXFP8TensorStorage(*rows, *columns, self.form, None, False)
+
+    def _one(self, x: Tensor, *, in_rows: bool) -> tuple[Tensor, Tensor]:
+        dim = 1 if in_rows else 0
+        blocks = x.float().unflatten(dim, (-1, MX_LINE))
+        found = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim + 1, keepdim=True)
+        scale = _e8m0(found * torch.tensor(1 / LARGEST[self.form]))
+        values = _cast(blocks, torch.exp2(127 - scale.double()).float(), self.form).flatten(dim, dim + 1)
+        # behind the scales there may be anything
+        shape = _mx_scale_shape(x.shape, in_rows=in_rows)
+        whole = torch.full(shape, 255, dtype=torch.uint8)
+        scale = scale.squeeze(dim + 1)
+        whole[: scale.shape[0], : scale.shape[1]] = scale
+        return values.contiguous(), whole
+
+
 def fake_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Puts one in the place of the package that computes on a CPU."""
     fake = Fake()
     package = package_of(fake)
-    for user in (te, te_fp8, attention_te, norm_te):
+    for user in (te, te_fp8, te_mxfp8, attention_te, norm_te):
         monkeypatch.setattr(user, "transformer_engine", lambda: package)
     return fake
 
@@ -220,7 +304,8 @@ def package_of(fake: Fake) -> TransformerEngine:
         if in_fp8:
             a = A.wide(in_rows=layout[0] == "T")
             b = B.wide(in_rows=layout[1] == "N")
-            _refuse_sizes(layout, b, in_blocks=isinstance(A, Float8BlockwiseQTensorStorage))
+            if not isinstance(A, MXFP8TensorStorage):
+                _refuse_sizes(layout, b, in_blocks=isinstance(A, Float8BlockwiseQTensorStorage))
         else:
             assert A.is_contiguous(), "strides are not looked at"
             assert B.is_contiguous(), "strides are not looked at"
@@ -242,12 +327,13 @@ def package_of(fake: Fake) -> TransformerEngine:
         return out, None, None, None
 
     kinds = {}
-    for kind in (Float8CurrentScalingQuantizer, Float8Quantizer, Float8BlockQuantizer):
+    for kind in (Float8CurrentScalingQuantizer, Float8Quantizer, Float8BlockQuantizer, MXFP8Quantizer):
         kinds[kind.__name__] = type(kind.__name__, (kind,), {"fake": fake})
     pytorch = SimpleNamespace(
         DType=SimpleNamespace(kFloat8E4M3=E4M3, kFloat8E5M2=E5M2),
         Float8TensorStorage=Float8TensorStorage,
         Float8BlockwiseQTensorStorage=Float8BlockwiseQTensorStorage,
+        MXFP8TensorStorage=MXFP8TensorStorage,
         constants=SimpleNamespace(TE_DType={dtype: dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}),
         **kinds,
     )

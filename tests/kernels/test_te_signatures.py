@@ -21,6 +21,7 @@ QUANTIZERS = {
         "tensor/float8_blockwise_tensor.py",
         {"fp8_dtype", "rowwise", "columnwise", "amax_epsilon", "force_pow_2_scales", "block_scaling_dim"},
     ),
+    "MXFP8Quantizer": ("tensor/mxfp8_tensor.py", {"fp8_dtype", "rowwise", "columnwise"}),
 }
 STORAGES = {
     "Float8TensorStorage": (
@@ -35,6 +36,17 @@ STORAGES = {
             "is_2D_scaled", "fake_dtype",
         },
         {"_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"},
+    ),
+    "MXFP8TensorStorage": (
+        "tensor/storage/mxfp8_tensor_storage.py",
+        {
+            "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "fp8_dtype", "quantizer",
+            "with_gemm_swizzled_scales", "fake_dtype",
+        },
+        {
+            "_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv",
+            "_with_gemm_swizzled_scales",
+        },
     ),
 }  # fmt: skip
 
