@@ -623,8 +623,8 @@ def _refuse_other_mxfp8(spec: Spec, *, device: torch.device) -> None:
         where = torch.cuda.get_device_name(device)
     text = f"precision.recipe=mxfp8: Transformer Engine on {where} does not compute what"
     text += f" kernels/megaspec_kernels/linear/mxfp8.py says: {differs}"
-    way = "set precision.recipe=tensorwise with kernels.linear=torch, or precision=bf16, or install another version"
-    raise RecipeError([Problem("precision.recipe", f"{text}; {way} (names are those of 2.20)", code="mxfp8-check")])
+    way = "set precision.recipe=tensorwise with kernels.linear=torch, or precision=bf16"
+    raise RecipeError([Problem("precision.recipe", f"{text}; {way}", code="mxfp8-check")])
 
 
 def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:

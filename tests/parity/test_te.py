@@ -29,7 +29,10 @@ IN_ITS_PLACE = Patch(
     'return importlib.import_module("tests.kernels.te").in_its_place()',
 )
 LAYER = "megaspec.nn.fp8_te"
+MX_LAYER = "megaspec.nn.fp8_mx"
 TE = (("kernels.linear", "te"),)
+HYBRID = ("precision.format", "hybrid")
+RECOMPUTED = ("parallelism.recompute.kind", "full")
 CASES = [
     Case(tp=2, accumulate=2, mask="uneven", also=TE),
     Case(tp=2, sequence=True, accumulate=2, mask="uneven", also=TE),
@@ -42,6 +45,13 @@ CASES = [
     Case(pp=2, schedule="zb_h1", precision="fp8 delayed", accumulate=3, also=TE),
     Case(tp=2, sequence=True, precision="fp8 blockwise", wide=True, accumulate=2, also=TE),
     Case(tp=2, sequence=True, precision="fp8 delayed", accumulate=2, also=TE),
+    Case(tp=2, precision="fp8 mxfp8", wide=True, accumulate=2, also=TE),
+    # blocks of 32 tokens, where ranks have 8 of each sequence
+    Case(tp=2, sequence=True, precision="fp8 mxfp8", wide=True, accumulate=2, mask="uneven", also=(*TE, HYBRID)),
+    Case(dp=2, strategy="fsdp", precision="fp8 mxfp8", wide=True, accumulate=2, also=(*TE, RECOMPUTED)),
+    Case(pp=2, schedule="1f1b", precision="fp8 mxfp8", wide=True, accumulate=3, also=TE),
+    Case(tp=2, pp=2, sequence=True, schedule="zb_h1", precision="fp8 mxfp8", wide=True, accumulate=4, also=TE),
+    Case(tp=2, sequence=True, precision="fp8 mxfp8", wide=True, compile="block", accumulate=2, also=TE),
 ]
 # Planted: what the cases above have to feel.
 BUGS = {
@@ -94,7 +104,40 @@ BUGS = {
         ),
         CASES[10],
     ),
-}
+    "columns of blocks of rows": (
+        Patch(
+            MX_LAYER,
+            "in_columns = Fp8Tensor(*cast.columns)",
+            "in_columns = Fp8Tensor(cast.rows.values if rows else cast.columns.values, cast.columns.scale)",
+        ),
+        CASES[11],
+    ),
+    "gradients in the format of inputs": (
+        Patch(MX_LAYER, 'self.gradient_format if role == "gradient" else "e4m3"', '"e4m3"'),
+        CASES[12],
+    ),
+    "a sum of blocks that is overwritten": (
+        Patch(MX_LAYER, "overwrite=into is None or overwrite", "overwrite=True"),
+        CASES[11],
+    ),
+    "blocks of the weights of the step before": (
+        Patch("megaspec.parallelism.fp8", "self._shared.version += 1", "self._shared.version = 1"),
+        CASES[11],
+    ),
+    "gathered tokens by the scales of their neighbours": (
+        Patch(
+            "megaspec.nn.fp8", "return values_BTK.view(torch.uint8).flatten(0, -2)",
+            "return values_BTK.view(torch.uint8).roll(1, 1).flatten(0, -2)",
+        ),
+        CASES[12],
+    ),
+    "a rank's own part of the tokens kept, by the scales of another": (
+        Patch(
+            "megaspec.nn.fp8", "kept_scale = whole.scale\n", "kept_scale = whole.scale.roll(1, 0)\n",
+        ),
+        CASES[12],
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

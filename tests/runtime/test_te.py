@@ -16,6 +16,7 @@ from tests.parity.test_te import IN_ITS_PLACE
 from tests.ranks import RankPool
 from tests.runtime import lives
 from tests.runtime.specs import spec
+from tests.source_patch import Patch, planted
 
 TE = {"linear": "te", "norm": "te", "attention": "te"}
 CUDA = torch.device("cuda")
@@ -74,6 +75,54 @@ def test_a_compiled_model_makes_the_same(recipe: str, fake: Fake) -> None:
     assert found == pytest.approx(plain, rel=3e-2)
 
 
+@pytest.mark.parametrize("compile", ["none", pytest.param("block", marks=pytest.mark.slow)])
+def test_a_model_learns_in_mxfp8_as_by_the_definition(compile: str, fake: Fake) -> None:
+    plain = learned("mxfp8", te=False, compile=compile)
+    assert not fake.products, "of the package nothing was asked"
+    found = learned("mxfp8", te=True, compile=compile)
+    # norms and attention are its own
+    assert found == pytest.approx(plain, rel=2e-2)
+    assert found[0] == pytest.approx(plain[0], rel=1e-3)
+    assert fake.casts.count("MXFP8Quantizer") > 2 * 4 * 4
+    assert plain != learned("bf16", te=False, compile=compile)
+
+
+# What a package makes that is wrong, and what a run says of it before it trains.
+WRONG = {
+    "a cast": (
+        Patch(
+            "tests.kernels.te",
+            "scale = _e8m0(found * torch.tensor(1 / LARGEST[self.form]))",
+            "scale = _e8m0(found * torch.tensor(1 / LARGEST[self.form])) - 1",
+        ),
+        "360 of 360 scales of rows in e4m3 of (72, 160)",
+    ),
+    "a product": (
+        Patch(
+            "tests.kernels.te",
+            "each = each[:, :inner].repeat_interleave(MX_LINE, 0)[:rows]",
+            "each = each[:, :inner].roll(1, 1).repeat_interleave(MX_LINE, 0)[:rows]",
+        ),
+        "numbers of the product input gradient (NN)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_package_that_computes_something_else_is_refused_before_it_trains(name: str, fake: Fake) -> None:
+    patch, said = WRONG[name]
+    with planted(patch), pytest.raises(RecipeError) as raised:
+        learned("mxfp8", te=True)
+    (problem,) = raised.value.problems
+    assert problem.key == "precision.recipe"
+    assert problem.message.startswith("precision.recipe=mxfp8: Transformer Engine on cpu does not compute what ")
+    assert said in problem.message
+    assert problem.message.endswith("; set precision.recipe=tensorwise with kernels.linear=torch, or precision=bf16")
+    # its other recipes are not asked
+    with planted(patch):
+        learned("tensorwise", te=True)
+
+
 STEPS = 6
 
 
@@ -83,25 +132,23 @@ def ranks() -> Iterator[RankPool]:
         yield pool
 
 
-def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path: Path, ranks: RankPool) -> None:
-    """With what delayed scales are made of."""
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_a_run_that_is_stopped_goes_on_to_the_bit(recipe: str, tmp_path: Path, ranks: RankPool) -> None:
+    """With what delayed scales are made of; of mxfp8 there is nothing."""
+    precision = {"kind": "fp8", "recipe": recipe, "first_layers_bf16": 0, "last_layers_bf16": 1}
+    if recipe == "delayed":
+        precision["amax_history"] = 3
     changes = {
         "train.steps": STEPS,
         "train.deterministic": True,
-        "precision": {
-            "kind": "fp8",
-            "recipe": "delayed",
-            "amax_history": 3,
-            "first_layers_bf16": 0,
-            "last_layers_bf16": 1,
-        },
+        "precision": precision,
         "model": {
             "kind": "decoder",
             "n_layers": 2,
-            "d_model": 32,
+            "d_model": 64,
             "n_heads": 2,
             "n_kv_heads": 2,
-            "d_ffn": 48,
+            "d_ffn": 96,
             "vocab_size": 37,
         },
         "kernels.compile": "none",
