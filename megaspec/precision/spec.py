@@ -56,7 +56,8 @@ class Fp8Precision(Frozen):
     Microscaling Formats 1.0), by Transformer Engine (Blackwell). nvfp4: 16 numbers (Blackwell)."""
     format: Auto[Literal["hybrid", "e4m3"]] = "auto"
     """hybrid: e4m3 forward, e5m2 for gradients of outputs; those of experts' outputs are e4m3, which grouped products
-    take alone. e4m3: everywhere. auto: hybrid with scales of tensors, which need its range, else e4m3."""
+    take alone; not with blockwise. e4m3: everywhere. auto: hybrid with scales of tensors, which need its range, else
+    e4m3."""
     amax_history: Annotated[PositiveInt, Field(le=2**16)] = 1024
     """Steps that delayed scales look back: they fit the largest element of all of them."""
     margin: Annotated[NonNegativeInt, Field(le=_MOST_MARGIN)] = 0

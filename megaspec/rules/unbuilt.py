@@ -30,7 +30,7 @@ class Unbuilt:
 
 PLANNED_RECIPES = ("nvfp4",)
 """Of precision.recipe, those that can be planned alone."""
-WHY_NO_NVFP4 = "needs Blackwell (sm100) and is not built"
+WHY_NO_NVFP4 = "needs Blackwell (sm100) and is not built, as its random rounding could be held to nothing here"
 """What is true of it on every machine."""
 
 _LATENT = tuple(f"model.attention.{name}" for name in ("q_rank", "kv_rank", "d_nope", "d_rope", "d_value"))
