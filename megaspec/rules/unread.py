@@ -13,6 +13,7 @@ from megaspec.core.problems import show
 from megaspec.data.urls import all_url_places, url_places
 from megaspec.precision.spec import fp8_recipe
 from megaspec.recipe import Recipe
+from megaspec_kernels.catalog import casts_itself
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def _asks_for_linear(recipe: Recipe) -> bool:
     model = recipe.model
     # of `torch` fp8 reads that it is not te
     if precision.kind != "fp8" or recipe.kernels.linear != "reference":
+        return True
+    if casts_itself(recipe.kernels.linear, precision.recipe):
         return True
     if len(precision.layers(model.n_layers)) < model.n_layers:
         return True

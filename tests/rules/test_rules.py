@@ -521,6 +521,7 @@ def test_fp8_recipes_run_on_the_gpus_that_they_are_for(sm, legal):
             "'megaspec[te]'); set precision.recipe=tensorwise and kernels.linear=torch",
         ),
         (("kernels.linear=reference",), B200, None),
+        (("kernels.linear=reference", "precision.first_layers_bf16=0", "precision.last_layers_bf16=0"), B200, None),
         # CPUs compute it by the definition
         ((), CPU, None),
         (("kernels.linear=te",), CPU, "kernels.linear=te needs cuda, the target is cpu; set kernels.linear=torch"),
