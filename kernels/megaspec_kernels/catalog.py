@@ -90,7 +90,9 @@ class Operation:
 UP_TO_FP32 = ("fp32", "bf16", "fp16", "fp8")
 # What kernels on tensor cores take; beside fp8, attention is in bf16.
 HALF = ("bf16", "fp16", "fp8")
-MXFP8 = "mxfp8"
+BLACKWELL = ("mxfp8", "nvfp4")
+"""Of precision.recipe, those that linear layers cast and multiply in by themselves: on GPUs Blackwell's tensor cores
+have them, by Transformer Engine."""
 TE = "transformer-engine"
 INSTALL_TE = "pip install 'megaspec[te]'"
 
@@ -197,12 +199,12 @@ CATALOG: dict[str, Operation] = {
     "linear": Operation(
         {
             # on CPUs by the reference's casts and products
-            "torch": Requirement(cpu_recipes=(MXFP8,)),
+            "torch": Requirement(cpu_recipes=BLACKWELL),
             "te": Requirement(
                 devices=("cuda",),
                 min_sm=80,
                 precisions=("bf16", "fp16"),
-                fp8_recipes=("tensorwise", "delayed", "blockwise", MXFP8),
+                fp8_recipes=("tensorwise", "delayed", "blockwise", *BLACKWELL),
                 package=TE,
                 install=INSTALL_TE,
             ),
@@ -287,7 +289,7 @@ IDLE_BESIDE_LINEAR = ("fp8_cast", "scaled_product")
 
 def casts_itself(linear: str, fp8_recipe: str | None) -> bool:
     """Whether kernels.linear casts to fp8 and multiplies itself."""
-    return fp8_recipe is not None and (linear == "te" or fp8_recipe == MXFP8)
+    return fp8_recipe is not None and (linear == "te" or fp8_recipe in BLACKWELL)
 
 
 @dataclass(frozen=True)
@@ -465,7 +467,7 @@ def packages_of(names: Mapping[str, object], *, fp8_recipe: str | None = None) -
     """What implementations, by operation, are made of beside torch, and what a recipe of fp8 can't do without: where it
     does not matter what is installed."""
     found = set()
-    if fp8_recipe == MXFP8:
+    if fp8_recipe in BLACKWELL:
         found.add(TE)
     for operation, one in CATALOG.items():
         need = one.implementations.get(str(names.get(operation)))

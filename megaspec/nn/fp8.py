@@ -9,7 +9,8 @@ dW = dyᵀ x    gradient in columns, input in columns  sums over tokens
 
 Which elements share a scale follows from the recipe (BLOCKS). Kept for the backward pass is the input in columns, a
 byte a number. Weights are quantised once for each update, in both layouts. In columns values lie [K, M]; with mxfp8
-(fp8_mx.py), whose tensor cores take factors that lie along the other dimension, [M, K] as in rows (`lies_turned`).
+(fp8_mx.py), whose tensor cores take factors that lie along the other dimension, [M, K] as in rows, and with nvfp4
+(fp4.py) [K, M / 2], two numbers a byte.
 
 Note "Whole tensors". Where ranks hold parts of one tensor, a block that goes across them has the largest element of all
 of them: `Split` says which dimension of the layer's weight they divide, and `largest` asks the other ranks.
@@ -44,10 +45,10 @@ weight gradients are: see linear.py, note "Tickets".
 
 # M tokens, I inputs, O outputs; B sequences, T tokens
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -65,6 +66,8 @@ from megaspec_kernels.fp8_cast.formats import (
     scale_shape,
 )
 from megaspec_kernels.linear.mxfp8 import BLOCK as MX_BLOCK
+from megaspec_kernels.linear.nvfp4 import BLOCK as FP4_BLOCK
+from megaspec_kernels.linear.nvfp4 import HEAD
 from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.registry import Fp8CastKernel, ScaledProductKernel
 
@@ -233,6 +236,8 @@ class Fp8Linear:
     """None: scales are not delayed."""
     of_tokens: frozenset[Role] = frozenset()
     """What ranks quantise before they gather it, each its own tokens: see note "Tokens"."""
+    group: Any = None
+    """The process group of those ranks, for kernels that ask it themselves."""
     gathered: Fp8Tensor | None = field(default=None, init=False)
     """The weight in rows, where ranks have gathered it in fp8: its own memory is empty then."""
     _weight: Fp8Pair | None = field(default=None, init=False)
@@ -481,9 +486,10 @@ def fp8_forward(
     elif keeps:
         whole = layer.for_columns(x_MI, pair.rows)
         # a copy, also where it lies in one piece: the tokens of other ranks are not kept
-        kept = whole.values.view(x.shape).chunk(parts, 1)[part].clone(memory_format=torch.contiguous_format)
+        by_tokens = whole.values.view(shape_of_parts(recipe, x.shape))
+        kept = by_tokens.chunk(parts, 1)[part].clone(memory_format=torch.contiguous_format)
         kept_scale = whole.scale
-        if lies_turned(recipe):
+        if recipe in BLOCKS:
             kept_scale = scale_in_columns(whole.scale, BLOCKS[recipe]["input"].columns)
     else:
         kept, kept_scale = _nothing(x)
@@ -501,8 +507,9 @@ def _(
     shape = (x.numel() // x.shape[-1], x.shape[-1])
     kept_shape = shape_in_columns(recipe, shape)
     if parts > 1:
-        kept_shape = (x.shape[0], x.shape[1] // parts, x.shape[2])
-    kept = x.new_empty(kept_shape, dtype=FORMATS["e4m3"])
+        rows, tokens, *rest = shape_of_parts(recipe, x.shape)
+        kept_shape = (rows, tokens // parts, *rest)
+    kept = x.new_empty(kept_shape, dtype=values_dtype(recipe, "e4m3"))
     return y, kept, _empty_scale(x, recipe, "input", shape)
 
 
@@ -564,22 +571,42 @@ def has_one_scale(recipe: str) -> bool:
     return BLOCKS[recipe]["input"] == _TENSOR
 
 
-def lies_turned(recipe: str) -> bool:
-    """Whether values in columns lie [K, M]. Else they lie as in rows, and so do their scales."""
-    return recipe != "mxfp8"
-
-
 def shape_in_columns(recipe: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """Of the values of a matrix [M, K]."""
-    return shape[::-1] if lies_turned(recipe) else shape
+    """Of the values of a matrix [M, K]: turned round, but with mxfp8; with nvfp4 two numbers are a byte."""
+    M, K = shape
+    if recipe == "mxfp8":
+        return M, K
+    if recipe == "nvfp4":
+        return K, _in_units(M) // 2
+    return K, M
 
 
-def columns_of_tokens(values_BTK: Tensor, fp8: Fp8Use) -> Tensor:
-    """All tokens of a matrix in fp8, by the scales that columns have -> in columns."""
-    if lies_turned(fp8.recipe):
-        return fp8_columns(values_BTK, fp8.ticket)
-    # as bytes: they are not computed with
-    return values_BTK.view(torch.uint8).flatten(0, -2).view(values_BTK.dtype)
+def shape_of_parts(recipe: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Of what is kept of an input [B, T, K] whose tokens ranks share out, of which each keeps a part of dimension 1."""
+    B, T, K = shape
+    if recipe == "nvfp4":
+        return K * B, T // 2
+    return B, T, K
+
+
+def values_dtype(recipe: str, form: str) -> torch.dtype:
+    """`form`: of fp8."""
+    return torch.uint8 if recipe == "nvfp4" else FORMATS[form]
+
+
+def columns_of_tokens(kept: Tensor, fp8: Fp8Use, n_in: int) -> Tensor:
+    """The parts of an input that ranks have kept, put together -> in columns. `n_in`: its features."""
+    if fp8.recipe == "nvfp4":
+        return kept.reshape(n_in, -1)
+    if fp8.recipe == "mxfp8":
+        # as bytes: they are not computed with
+        return kept.view(torch.uint8).flatten(0, -2).view(kept.dtype)
+    return fp8_columns(kept, fp8.ticket)
+
+
+def _in_units(tokens: int) -> int:
+    """With those that are put behind them."""
+    return -(-tokens // MX_BLOCK) * MX_BLOCK
 
 
 def carrier_of(like: Tensor, *shape: int) -> Tensor:
@@ -656,7 +683,7 @@ def _(
     if not needs_weight:
         return grad_x, *_nothing(grad_out)
     shape = (grad_out.numel() // grad_out.shape[-1], grad_out.shape[-1])
-    columns = grad_out.new_empty(shape_in_columns(recipe, shape), dtype=FORMATS[gradient_format])
+    columns = grad_out.new_empty(shape_in_columns(recipe, shape), dtype=values_dtype(recipe, gradient_format))
     return grad_x, columns, _empty_scale(grad_out, recipe, "gradient", shape)
 
 
@@ -728,8 +755,11 @@ def scale_in_columns(scale_mk: Tensor, block: Block) -> Tensor:
 
 def _empty_scale(like: Tensor, recipe: str, role: Role, shape: tuple[int, int]) -> Tensor:
     """Of a matrix in columns."""
-    if not lies_turned(recipe):
+    if recipe == "mxfp8":
         return like.new_empty(scale_shape((MX_BLOCK, 1), shape), dtype=torch.uint8)
+    if recipe == "nvfp4":
+        M, K = shape
+        return like.new_empty(HEAD + K * _in_units(M) // FP4_BLOCK, dtype=torch.uint8)
     block = BLOCKS[recipe][role].columns
     wide = torch.promote_types(like.dtype, torch.float32)
     return scale_in_columns(like.new_empty(scale_shape(block, shape), dtype=wide), block)

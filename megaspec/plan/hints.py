@@ -83,7 +83,10 @@ def _never_run(spec: Spec) -> Iterator[Hint]:
     if recipe not in BLACKWELL_SM:
         return
     key = "precision.recipe"
-    text = f"{key}={recipe} was tested on CPUs and has run on no GPU: its times are those of fp8's products, and of the"
+    times = "those of fp8's products"
+    if recipe == "nvfp4":
+        times += " halved, as data sheets have it"
+    text = f"{key}={recipe} was tested on CPUs and has run on no GPU: its times are {times}, and of the"
     text += " bytes that casts move; train holds Transformer Engine's casts and products to the definition before the"
     text += f" first step, and stops where they differ; {key}=tensorwise has run on H200"
     yield Hint(key=key, text=text, overrides=(f"{key}=tensorwise",))

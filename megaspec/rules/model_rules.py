@@ -8,9 +8,8 @@ from megaspec.core.units import counted
 from megaspec.precision.spec import BLACKWELL_SM, Fp8Precision, fp8_recipe
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import attention_use_of
-from megaspec.rules.unbuilt import PLANNED_RECIPES, WHY_NO_NVFP4
 from megaspec.rules.ways import Way, way_out
-from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_LINEAR, MXFP8, casts_itself, choose, unmet, why_no_lines
+from megaspec_kernels.catalog import BLACKWELL, CATALOG, IDLE_BESIDE_LINEAR, casts_itself, choose, unmet, why_no_lines
 
 # From here on tensor cores take fp8 matrices as they are, and Transformer Engine makes no columns of whole tensors.
 _BLACKWELL = 100
@@ -109,23 +108,14 @@ def cross_entropy_kernel_runs(case: Case) -> Problem | None:
 
 def linear_kernel_runs(case: Case) -> Problem | None:
     """The implementation of linear layers' products runs on the target, in the model's format."""
-    recipe = fp8_recipe(case.recipe.precision)
-    is_cuda = case.target.device == "cuda"
-    if is_cuda and recipe in BLACKWELL_SM:
+    if case.target.device == "cuda" and fp8_recipe(case.recipe.precision) in BLACKWELL_SM:
         # the next rule's
         return None
-    if is_cuda and recipe in PLANNED_RECIPES and case.recipe.kernels.linear == "te":
-        if case.target.sm < _BLACKWELL:
-            # the rule of the recipe says so
-            return None
-        # another kernel alone would be planned, and refused by train
-        text = f"precision.recipe={recipe} {WHY_NO_NVFP4}, with kernels.linear=te no more than with torch"
-        return Problem("precision.recipe", f"{text}; set precision.recipe=tensorwise and kernels.linear=torch")
     return _kernel(case, "linear")
 
 
 def blackwell_recipes_are_computed_by_te(case: Case) -> Problem | None:
-    """On a GPU that has mxfp8's tensor cores Transformer Engine alone asks for them: kernels.linear=te."""
+    """On a GPU that has tensor cores for mxfp8 and nvfp4 Transformer Engine alone asks for them: kernels.linear=te."""
     recipe = fp8_recipe(case.recipe.precision)
     if recipe not in BLACKWELL_SM or case.target.device != "cuda":
         return None
@@ -172,7 +162,7 @@ def te_casts_no_experts(case: Case) -> Problem | None:
 
 
 def te_casts_and_multiplies_itself(case: Case) -> Problem | None:
-    """In fp8 linear=te has casts and products of its own, and so has any with mxfp8: no other can be chosen."""
+    """In fp8 linear=te has casts and products of its own, and so has any with mxfp8 and nvfp4: no other is read."""
     kernels = case.recipe.kernels
     recipe = fp8_recipe(case.recipe.precision)
     if not casts_itself(kernels.linear, recipe):
@@ -181,7 +171,7 @@ def te_casts_and_multiplies_itself(case: Case) -> Problem | None:
         key = f"kernels.{operation}"
         if key not in case.decided:
             text = f"{key}={getattr(kernels, operation)} is not read with"
-            if recipe == MXFP8:
+            if recipe in BLACKWELL:
                 text += f" precision.recipe={recipe}, which kernels.linear casts and multiplies itself"
                 return Problem(key, f"{text}; set {key}=auto")
             text += " kernels.linear=te, which casts and multiplies itself"

@@ -28,23 +28,8 @@ class Unbuilt:
     """Empty: the switch is set to `off`."""
 
 
-PLANNED_RECIPES = ("nvfp4",)
-"""Of precision.recipe, those that can be planned alone."""
-WHY_NO_NVFP4 = "needs Blackwell (sm100) and is not built, as its random rounding could be held to nothing here"
-"""What is true of it on every machine."""
-
 _LATENT = tuple(f"model.attention.{name}" for name in ("q_rank", "kv_rank", "d_nope", "d_rope", "d_value"))
-UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("latent attention", "model.attention.kind", "gqa", _LATENT),
-    Unbuilt(
-        f"fp4 in blocks of 16, which {WHY_NO_NVFP4},",
-        "precision.recipe",
-        None,
-        (),
-        values=PLANNED_RECIPES,
-        way_out="set precision.recipe=tensorwise",
-    ),
-)
+UNBUILT: tuple[Unbuilt, ...] = (Unbuilt("latent attention", "model.attention.kind", "gqa", _LATENT),)
 
 
 def feature_of(switch: str) -> str:

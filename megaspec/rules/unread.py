@@ -151,6 +151,12 @@ _DELAYED = Need(
     "precision.recipe={value} fits scales to the elements at hand",
     "precision.recipe=delayed",
 )
+_ROUNDS = Need(
+    ("precision.recipe",),
+    lambda recipe: fp8_recipe(recipe.precision) in (None, "nvfp4"),
+    "precision.recipe={value} rounds gradients to nearest",
+    "precision.recipe=nvfp4",
+)
 LAYER_BY_LAYER = "parallelism.dp_strategy={value} reduces layer by layer"
 """Of a data-parallel strategy, why it reads no size of buckets."""
 _BUCKETS = Need(
@@ -195,6 +201,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kernels.adamw": (_ADAMW,),
     "precision.amax_history": (_DELAYED,),
     "precision.margin": (_DELAYED,),
+    "precision.gradient_rounding": (_ROUNDS,),
     "parallelism.bucket_mb": (_BUCKETS,),
     "data.download_dir": (_URL,),
 }

@@ -18,6 +18,7 @@ from megaspec.core.layout import Layout
 from megaspec.core.problems import show
 from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder, fill_buffers
+from megaspec.nn.fp4 import Fp4Form
 from megaspec.nn.fp8 import FORMATS, Fp8Form
 from megaspec.nn.fp8_mx import MxFp8Form
 from megaspec.nn.fp8_te import TeFp8Form
@@ -42,7 +43,7 @@ from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.parallelism.stages import first_trained_stage, stages_of
 from megaspec.parallelism.tensor import TensorParallel, use_products
 from megaspec.parallelism.whole_matrices import MatrixUpdates
-from megaspec.precision.spec import Fp8Precision, fp8_recipe, model_format
+from megaspec.precision.spec import BLACKWELL_SM, Fp8Precision, fp8_recipe, model_format
 from megaspec.recipe import ModelSpec
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.runtime.plugins import loaded_builders
@@ -55,7 +56,7 @@ from megaspec_kernels.attention import te as te_attention
 from megaspec_kernels.attention.packages import MODULES as ATTENTION_MODULES
 from megaspec_kernels.attention.packages import require
 from megaspec_kernels.catalog import CATALOG
-from megaspec_kernels.linear import mxfp8_check
+from megaspec_kernels.linear import mxfp8_check, nvfp4_check
 from megaspec_kernels.registry import Kernels, LinearKernel, kernels_of
 from megaspec_kernels.scaled_product import cublaslt
 
@@ -309,6 +310,10 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
     if precision.recipe == "mxfp8":
         form = MxFp8Form(gradient_format, kernels.linear.mxfp8)
         return Fp8(mesh, form, names=names, history=precision.amax_history, grouped=kernels.scaled_grouped)
+    if precision.recipe == "nvfp4":
+        form = Fp4Form(precision.gradient_rounding, kernels.linear.nvfp4)
+        history = precision.amax_history
+        return Fp8(mesh, form, names=names, history=history, grouped=kernels.scaled_grouped, seed=spec.train.seed)
     if spec.kernels.linear == "te":
         form = TeFp8Form(precision.recipe, gradient_format, precision.margin)
         return Fp8(mesh, form, names=names, history=precision.amax_history, grouped=kernels.scaled_grouped)
@@ -450,7 +455,7 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> TrainS
     _set_determinism(spec)
     _refuse_missing(spec, device=mesh.device)
     _refuse_attention(spec, device=mesh.device)
-    _refuse_other_mxfp8(spec, device=mesh.device)
+    _refuse_other_blocks(spec, device=mesh.device)
     position = position or Position(mesh.device)
     split = build_split_model(spec, mesh=mesh)
     strategies = split.strategies
@@ -609,22 +614,26 @@ def _refuse_missing(spec: Spec, *, device: torch.device) -> None:
     raise RecipeError(problems)
 
 
-def _refuse_other_mxfp8(spec: Spec, *, device: torch.device) -> None:
-    """RecipeError where Transformer Engine's casts and products in MXFP8 are others than mxfp8.py says. No test has
-    seen them run: what would train wrongly is told before it trains."""
-    if fp8_recipe(spec.precision) != "mxfp8" or spec.kernels.linear != "te" or device.type == "meta":
+def _refuse_other_blocks(spec: Spec, *, device: torch.device) -> None:
+    """RecipeError where Transformer Engine's casts and products in MXFP8 and NVFP4 are others than mxfp8.py and
+    nvfp4.py say. No test has seen them run: what would train wrongly is told before it trains."""
+    recipe = fp8_recipe(spec.precision)
+    if recipe not in BLACKWELL_SM or spec.kernels.linear != "te" or device.type == "meta":
         return
-    gradient_format = "e5m2" if spec.precision.format == "hybrid" else "e4m3"
-    differs = mxfp8_check.difference(device, FORMATS[gradient_format])
+    if recipe == "mxfp8":
+        gradient_format = "e5m2" if spec.precision.format == "hybrid" else "e4m3"
+        differs = mxfp8_check.difference(device, FORMATS[gradient_format])
+    else:
+        differs = nvfp4_check.difference(device, spec.precision.gradient_rounding)
     if differs is None:
         return
     where = device.type
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
-    text = f"precision.recipe=mxfp8: Transformer Engine on {where} does not compute what"
-    text += f" kernels/megaspec_kernels/linear/mxfp8.py says: {differs}"
+    text = f"precision.recipe={recipe}: Transformer Engine on {where} does not compute what"
+    text += f" kernels/megaspec_kernels/linear/{recipe}.py says: {differs}"
     way = "set precision.recipe=tensorwise with kernels.linear=torch, or precision=bf16"
-    raise RecipeError([Problem("precision.recipe", f"{text}; {way}", code="mxfp8-check")])
+    raise RecipeError([Problem("precision.recipe", f"{text}; {way}", code=f"{recipe}-check")])
 
 
 def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:

@@ -223,7 +223,7 @@ def test_parts_of_an_input_are_gathered_to_the_whole(kernel: str, fake: Fake) ->
         assert one.shape == (SEQUENCES, TOKENS // 2, N_IN)
         assert torch.equal(its_scale, scale)
         kept.append(one.view(torch.uint8))
-    gathered = columns_of_tokens(torch.cat(kept, dim=1).view(E4M3), layer.fp8)
+    gathered = columns_of_tokens(torch.cat(kept, dim=1).view(E4M3), layer.fp8, N_IN)
     assert torch.equal(gathered.view(torch.uint8), whole.view(torch.uint8))
 
 

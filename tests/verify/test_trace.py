@@ -220,9 +220,10 @@ def test_products_in_fp8(layout):
 
 
 @pytest.mark.parametrize("layout", ["", "kernels.compile=none", "parallelism.sequence_parallel=false"])
-def test_products_in_mxfp8(layout):
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_products_in_blackwells_formats(recipe, layout):
     """By Transformer Engine, which is asked for nothing: matrices without numbers are the reference's."""
-    words = f"precision.recipe=mxfp8 gpus=2 parallelism.tp=2 train.global_batch=4 {layout}"
+    words = f"precision.recipe={recipe} gpus=2 parallelism.tp=2 train.global_batch=4 {layout}"
     check(f"{SMALL} {FP8} {words}".replace("H200", "B200"))
 
 

@@ -21,18 +21,23 @@ from megaspec_kernels.linear.mxfp8 import BLOCK
 SIZES = ((72, 160, 96), (256, 384, 512))
 # Of the sum of the terms' sizes: bf16 rounds what comes out, and sums may have fewer bits than fp32; weight gradients
 # are added up in fp32.
-_OF_RESULTS = 2.0**-7
-_OF_SUMS = 2.0**-12
+OF_RESULTS = 2.0**-7
+OF_SUMS = 2.0**-12
 _NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 E4M3 = torch.float8_e4m3fn
 
 
 def difference(device: torch.device, gradient: torch.dtype) -> str | None:
     """What differs, in words; None: nothing does. `gradient`: the format of gradients of outputs."""
+    return first_of(_differences(device, gradient))
+
+
+def first_of(differences: Iterator[str]) -> str | None:
+    """The first of them, or that what is asked fails; None: there is none."""
     try:
-        return next(_differences(device, gradient), None)
+        return next(differences, None)
     except (RuntimeError, ValueError, AssertionError, TypeError, AttributeError) as error:
-        # what it refuses, was not built for, or calls otherwise in another version
+        # what the package refuses, was not built for, or calls otherwise in another version
         told = str(error).strip().partition("\n")[0]
         return f"it fails: {told}"
 
@@ -82,8 +87,8 @@ def _of_casts(matrix: Tensor, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _of_factors(found: Factor, expected: Factor, what: str) -> Iterator[str]:
-    yield from _of_bytes(found.scale, expected.scale, f"scales of {what}")
-    yield from _of_bytes(_with_one_zero(found.values), _with_one_zero(expected.values), f"numbers of {what}")
+    yield from of_bytes(found.scale, expected.scale, f"scales of {what}")
+    yield from of_bytes(_with_one_zero(found.values), _with_one_zero(expected.values), f"numbers of {what}")
 
 
 def _with_one_zero(values: Tensor) -> Tensor:
@@ -92,7 +97,8 @@ def _with_one_zero(values: Tensor) -> Tensor:
     return torch.where(as_bytes == 0x80, 0, as_bytes)
 
 
-def _of_bytes(found: Tensor, expected: Tensor, what: str) -> Iterator[str]:
+def of_bytes(found: Tensor, expected: Tensor, what: str) -> Iterator[str]:
+    """What of bytes differs."""
     if found.shape != expected.shape:
         yield f"{what} are {tuple(found.shape)} for {tuple(expected.shape)}"
         return
@@ -104,7 +110,7 @@ def _of_bytes(found: Tensor, expected: Tensor, what: str) -> Iterator[str]:
 def _of_result(what: str, layout: Layout, a: Factor, b: Factor) -> Iterator[str]:
     found = te_mxfp8.product(layout, a, b, dtype=torch.bfloat16, fast=layout == "TN")
     truth, terms = _truth(layout, a, b)
-    yield from _of_numbers(found, truth, _OF_RESULTS * terms, f"{what} ({layout})")
+    yield from of_numbers(found, truth, OF_RESULTS * terms, f"{what} ({layout})")
 
 
 def _of_sum(x: Factor, grad: Factor) -> Iterator[str]:
@@ -116,7 +122,7 @@ def _of_sum(x: Factor, grad: Factor) -> Iterator[str]:
         what = "weight gradient (NT)"
         if times == 2:
             what += " that is added"
-        yield from _of_numbers(total, times * truth, times * _OF_SUMS * terms, what)
+        yield from of_numbers(total, times * truth, times * OF_SUMS * terms, what)
 
 
 def _truth(layout: Layout, a: Factor, b: Factor) -> tuple[Tensor, Tensor]:
@@ -128,7 +134,8 @@ def _truth(layout: Layout, a: Factor, b: Factor) -> tuple[Tensor, Tensor]:
     return product, mxfp8.product(layout, *sizes, dtype=torch.float64)
 
 
-def _of_numbers(found: Tensor, truth: Tensor, allowed: Tensor, what: str) -> Iterator[str]:
+def of_numbers(found: Tensor, truth: Tensor, allowed: Tensor, what: str) -> Iterator[str]:
+    """What of numbers is further off than allowed."""
     if found.shape != truth.shape:
         yield f"{what} is {tuple(found.shape)} for {tuple(truth.shape)}"
         return

@@ -81,11 +81,7 @@ def _stored(te: TransformerEngine, factor: Factor, *, in_rows: bool) -> object:
     """In its class for what products take, in one layout, with whole blocks."""
     # its fp8 numbers are bytes, of which 0 is the number 0 in both formats
     values = in_units(factor.values.view(torch.uint8))
-    scale = factor.scale
-    if in_rows:
-        scale = _padded(scale, rows=_ACROSS, columns=_ALONG)
-    else:
-        scale = _padded(scale, rows=_ALONG, columns=_ACROSS)
+    scale = padded_scales(factor.scale, in_rows=in_rows)
     return te.pytorch.MXFP8TensorStorage(
         rowwise_data=values if in_rows else None,
         rowwise_scale_inv=scale if in_rows else None,
@@ -98,8 +94,9 @@ def _stored(te: TransformerEngine, factor: Factor, *, in_rows: bool) -> object:
     )
 
 
-def _padded(scale: Tensor, *, rows: int, columns: int) -> Tensor:
+def padded_scales(scale: Tensor, *, in_rows: bool) -> Tensor:
     """With zeros behind what is no multiple, in one piece."""
+    rows, columns = (_ACROSS, _ALONG) if in_rows else (_ALONG, _ACROSS)
     behind = (0, -scale.shape[1] % columns, 0, -scale.shape[0] % rows)
     if any(behind):
         scale = F.pad(scale, behind)
