@@ -307,6 +307,12 @@ class AttentionProducts:
     has_sinks: bool = False
     """Each head has a logit besides its scores."""
 
+    def is_in(self, layers: Literal["never", "hidden", "always"], *, seq_len: int) -> bool:
+        """Whether it is one of those that Execution names: none, where it hides keys or caps scores, or all."""
+        if layers == "hidden":
+            return self.sight.hides_keys(seq_len) or self.caps_scores
+        return layers == "always"
+
     @property
     def queries(self) -> Width:
         return Width(self.n_heads, self.d_key, "tp")
@@ -358,6 +364,8 @@ class Execution:
     copies_values: Literal["never", "hidden", "always"] = "never"
     """Attention takes queries, keys and values that lie by themselves, so that nothing keeps the product that they are
     views of: not at all, in layers where it hides keys or caps scores, or in all."""
+    turns_output: Literal["never", "hidden", "always"] = "never"
+    """Attention's output is kept in both orders, by heads and by tokens: in the same layers."""
     swaps_heads: bool = False
     """Ranks of a sequence swap tokens for heads and back, so that attention's output is kept in both orders."""
     seq_len: int = 0

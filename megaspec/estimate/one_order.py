@@ -1,7 +1,10 @@
 """What attention takes longer where gradients are added in one order, train.deterministic=true. Torch-free.
 
 sdpa takes cuDNN on Hopper, which has no backward pass that adds in one order; with train.deterministic=true it takes
-FlashAttention-2, forward and backward. Only that was measured.
+FlashAttention-2, forward and backward. With documents cuDNN is refused, and flash_attn and flex were measured. Of all
+of these only steps were measured, with and without: what they took longer, but for FlashAttention-2's forward pass, is
+set down to attention's backward pass. flex adds in one order without being asked: what its steps take longer lies
+elsewhere, as where torch fills new memory then (torch.utils.deterministic.fill_uninitialized_memory).
 """
 
 from collections.abc import Iterator
@@ -17,9 +20,13 @@ _MEASURED_SM = 90
 # Those that give torch's sdpa what hides no keys.
 _THROUGH_SDPA = ("sdpa", "flex")
 # Seconds of FlashAttention-2's backward pass in one order over cuDNN's in any, by size of heads: Llama-3.2-1B, and
-# Llama-3-8B at half depth (tests/benchmarks/results/deterministic_one_h200.jsonl). Of these only steps were measured:
-# what they took longer, but for the forward pass, is set down to attention's backward pass.
+# Llama-3-8B at half depth (tests/benchmarks/results/deterministic_one_h200.jsonl).
 _BACKWARD_COST = {64: 1.85, 128: 2.6}
+# The same with documents, of the implementation itself, at heads of 128: Llama-3-8B at half depth, documents of 1,024
+# tokens (tests/benchmarks/results/fp8_and_one_order_one_h200.jsonl), steps of 1,387.8 ms over 1,356.5 and of 1,425.7
+# over 1,402.6.
+_DOCUMENTS_HEAD_SIZE = 128
+_DOCUMENTS_BACKWARD_COST = {"flash_attn": 1.55, "flex": 1.27}
 
 
 class OneOrderCost(NamedTuple):
@@ -27,18 +34,30 @@ class OneOrderCost(NamedTuple):
 
     forward: float
     backward: float
+    words: str
+    """Of whom over whom: `FlashAttention-2 is reckoned to take 2.0 times as long forward and 2.6 times backward as
+    cuDNN`."""
 
 
 def one_order_cost(recipe: Recipe, hardware: Hardware, attention: AttentionWork) -> OneOrderCost | None:
     """Of a filled recipe's attention; None: it was not measured, see why_not_measured."""
     if why_not_measured(recipe, hardware, attention) is not None:
         return None
+    if attention.hides_keys:
+        name = recipe.kernels.attention
+        backward = _DOCUMENTS_BACKWARD_COST[name]
+        words = f"{name} is reckoned to take {backward:.1f} times as long backward as in any order"
+        return OneOrderCost(1.0, backward, words)
     smallest = min(_BACKWARD_COST)
     largest = max(_BACKWARD_COST)
     # linear between the two sizes
     share = (max(attention.head_size, smallest) - smallest) / (largest - smallest)
     backward = (1 - share) * _BACKWARD_COST[smallest] + share * _BACKWARD_COST[largest]
-    return OneOrderCost(FLASH_FORWARD_COST, backward)
+    words = (
+        f"FlashAttention-2 is reckoned to take {FLASH_FORWARD_COST:.1f} times as long forward"
+        f" and {backward:.1f} times backward as cuDNN"
+    )
+    return OneOrderCost(FLASH_FORWARD_COST, backward, words)
 
 
 def attention_kinds(recipe: Recipe) -> Iterator[AttentionWork]:
@@ -53,13 +72,20 @@ def why_not_measured(recipe: Recipe, hardware: Hardware, attention: AttentionWor
     """Where a filled recipe's attention was not measured in one order, `with heads of 192`; None: it was."""
     if hardware.sm != _MEASURED_SM:
         return f"on {hardware.name}"
-    if recipe.kernels.attention not in _THROUGH_SDPA:
-        return f"with kernels.attention={recipe.kernels.attention}"
     precision = precision_outside_fp8(recipe)
     if precision not in ("bf16", "fp16"):
         return f"in {precision}"
+    name = recipe.kernels.attention
     if attention.hides_keys:
-        return "with documents, windows, chunks or capped scores"
+        if not attention.hides_by_documents:
+            return "with windows, chunks, capped scores or documents that ranks share"
+        if name not in _DOCUMENTS_BACKWARD_COST:
+            return f"with documents and kernels.attention={name}"
+        if attention.head_size != _DOCUMENTS_HEAD_SIZE:
+            return f"with documents and heads of {attention.head_size}"
+        return None
+    if name not in _THROUGH_SDPA:
+        return f"with kernels.attention={name}"
     if attention.head_size > max(_BACKWARD_COST):
         return f"with heads of {attention.head_size}"
     return None

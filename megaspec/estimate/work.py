@@ -183,6 +183,8 @@ class AttentionWork:
     """Whole sequences, of which a window hides keys at most: what implementations are measured at."""
     hides_keys: bool = False
     """Documents, a window or a chunk hide keys, or scores are capped."""
+    hides_by_documents: bool = False
+    """Documents alone, of whole sequences, and nothing is capped."""
 
 
 @dataclass
@@ -401,7 +403,8 @@ def _attention_work(recipe: Recipe, run: LayerRun, attention: AttentionProducts)
     window = None
     if attention.sight.hides_keys(run.tokens.seq_len):
         window = attention.sight.window
-    hides_otherwise = recipe.data.document_mask or attention.caps_scores or attention.sight.chunk is not None
+    caps_or_chunks = attention.caps_scores or attention.sight.chunk is not None
+    hides_otherwise = recipe.data.document_mask or caps_or_chunks
     if not attention.makes_latents:
         kv_heads = max(1, kv_heads // heads_split)
     document_length = None
@@ -420,6 +423,7 @@ def _attention_work(recipe: Recipe, run: LayerRun, attention: AttentionProducts)
         window=window,
         is_plain=heads_split == cp and not hides_otherwise,
         hides_keys=hides_otherwise or window is not None,
+        hides_by_documents=recipe.data.document_mask and heads_split == cp and not caps_or_chunks and window is None,
     )
 
 

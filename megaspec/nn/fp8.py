@@ -183,20 +183,21 @@ class Fp8Memory:
     """[2]: the largest elements that this rank saw in this step."""
     saturated: Tensor
     """int64 [1]: elements that were beyond the largest number of their format, of all layers."""
-    saturated_again: Tensor = field(init=False)
-    """int64 [1]: those of what the backward pass computes again. They are counted already: nobody reads it."""
+    not_counted: Tensor = field(init=False)
+    """int64 [1]: those that are counted elsewhere, before the backward pass computed them again or on another rank:
+    nobody reads it."""
     fresh: frozenset[Role] = frozenset(REMEMBERED)
     """Those of REMEMBERED of which no step has seen an element other than zero: scales are those of the tensors
     themselves."""
 
     def __post_init__(self) -> None:
-        self.saturated_again = torch.zeros_like(self.saturated)
+        self.not_counted = torch.zeros_like(self.saturated)
 
     def saturated_in(self, role: Role) -> Tensor:
         """What counts them now."""
         # an input that is quantised while a backward pass runs is computed again
         is_again = role == "input" and torch._C._current_graph_task_id() != -1
-        return self.saturated_again if is_again else self.saturated
+        return self.not_counted if is_again else self.saturated
 
 
 @dataclass
@@ -238,6 +239,8 @@ class Fp8Linear:
     """What ranks quantise before they gather it, each its own tokens: see note "Tokens"."""
     group: Any = None
     """The process group of those ranks, for kernels that ask it themselves."""
+    counts_alike: bool = True
+    """Whether it counts what saturates of what all ranks that hold parts of the layer have alike: one of them does."""
     gathered: Fp8Tensor | None = field(default=None, init=False)
     """The weight in rows, where ranks have gathered it in fp8: its own memory is empty then."""
     _weight: Fp8Pair | None = field(default=None, init=False)
@@ -275,7 +278,10 @@ class Fp8Linear:
         known = self._known.get(role)
         if known is None:
             return None
-        known = known._replace(saturated=self.memory.saturated_in(role))
+        saturated = self.memory.saturated_in(role)
+        if not self.counts_alike and not self.is_divided(role):
+            saturated = self.memory.not_counted
+        known = known._replace(saturated=saturated)
         if self.shared.is_recording:
             return known
         return known._replace(seen=None)

@@ -163,7 +163,12 @@ class Fp8:
     def _parts_over(self, split: Split, group: dist.ProcessGroup | None) -> dict[str, object]:
         if split == "none":
             return {"split": split}
-        return {"split": split, "largest": lambda amax: wait(all_reduce_max(amax, group)), "group": group}
+        return {
+            "split": split,
+            "largest": lambda amax: wait(all_reduce_max(amax, group)),
+            "group": group,
+            "counts_alike": group is None or dist.get_rank(group) == 0,
+        }
 
     @property
     def gather(self) -> Fp8Gather | None:

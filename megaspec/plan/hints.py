@@ -102,7 +102,7 @@ def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughpu
     for attention in attention_kinds(spec):
         cost = one_order_cost(spec, hardware, attention)
         if cost is not None:
-            costs.append(f"{cost.forward:.1f} times as long forward and {cost.backward:.1f} times backward")
+            costs.append(cost.words)
         else:
             not_measured.append(f"attention {why_not_measured(spec, hardware, attention)}")
     if spec.model.moe is not None:
@@ -112,7 +112,7 @@ def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughpu
         train = spec.train.model_copy(update={"deterministic": False})
         in_any_order = step_time(spec.model_copy(update={"train": train}), hardware, throughput).seconds
         told.append(
-            f"FlashAttention-2 is reckoned to take {_each_once(costs)} as cuDNN (measured on {MEASURED_ON}),"
+            f"{_each_once(costs)} (measured on {MEASURED_ON}),"
             f" {seconds_in_words(seconds)} a step for {seconds_in_words(in_any_order)} without it"
         )
     if not_measured:

@@ -23,6 +23,7 @@ def flex_attention(
     scale: float,
     enable_gqa: bool,
     return_aux: AuxRequest,
+    kernel_options: dict[str, bool] | None = None,
 ) -> tuple[Tensor, AuxOutput]:
     """-> [B, N, T, H], and the log-sum-exp [B, N, T] where it is asked for."""
     B, N, T, _ = q_BNTH.shape

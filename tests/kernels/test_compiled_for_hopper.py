@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaspec_kernels import dependent_launch
 from megaspec_kernels.benches import BENCHES
-from megaspec_kernels.fp8_cast.bench import known_one, unbalanced_ends
+from megaspec_kernels.fp8_cast.bench import known_one, tokens_of_rows, unbalanced_ends
 from megaspec_kernels.fp8_cast.tiles import TILES_OF_LARGEST
 from megaspec_kernels.gated.form import GatedForm
 from megaspec_kernels.norm.form import NormForm
@@ -262,6 +262,29 @@ def test_gates_of_experts_that_write_fp8(compiled) -> None:
     weighted.forward_in_fp8(bf16(R, 2 * F), weights, groups, form=form, known=known_one(E4M3, CPU))
     weighted.gradients_in_fp8(bf16(R, F), bf16(R, 2 * F), weights, groups, form=form, known=known_one(E5M2, CPU))
     assert not spilling(compiled())
+
+
+@pytest.mark.parametrize("width", [512, 2880])
+def test_casts_of_groups(width: int, compiled) -> None:
+    E, R, M = 32, 1024, 256
+    cast = REGISTRY["fp8_cast"]["triton"]
+    groups = cast.groups(unbalanced_ends(E, R, CPU), R)
+    x_RI = bf16(R, width)
+    known = known_one(E4M3, CPU)
+    recorded = {"seen": known.seen, "saturated": known.saturated, "scale_copy": torch.empty(1, 1)}
+    form = {"dtype": E4M3, "columns": True}
+    cast.group_cast(x_RI, known.scale.view(1, 1), groups, **form, **recorded)
+    cast.group_cast(
+        x_RI[:M], known.scale.view(1, 1), groups, index_R=tokens_of_rows(groups.ends, M), **form, **recorded
+    )
+    cast.group_cast(x_RI, cast.scale_of(cast.group_amax(x_RI, groups.ends), E4M3), groups, **form)
+    of_columns = cast.scale_of(cast.group_amax(x_RI, groups.ends, by_column=True), E4M3)
+    cast.group_cast(x_RI, of_columns, groups, rows=False, **form)
+    found = compiled()
+    assert {"group_amax_kernel", "group_column_amax_of_pairs_kernel", "group_pairs_kernel"} < {
+        one.kernel for one in found
+    }
+    assert not spilling(found)
 
 
 def test_a_kernel_that_spills_would_be_seen(compiled) -> None:

@@ -314,6 +314,45 @@ def test_tokens_that_norms_write_are_those_that_ranks_cast(pool: RankPool, tell:
                 assert torch.equal(weight, second.weights.values[name]), (case, name)
 
 
+# Inputs of columns and gradients of rows are alike on ranks that share a layer, unless these quantise their own tokens.
+COUNTED = [
+    Case(tp=2, accumulate=2, mask="uneven"),
+    Case(tp=2, sequence=True, kv_heads=2, accumulate=2),
+    Case(tp=2, accumulate=2, also=(("parallelism.recompute", {"kind": "full"}),)),
+    Case(dp=2, strategy="fsdp", accumulate=2),
+    Case(tp=2, pp=2, schedule="zb_h1", accumulate=4),
+    Case(tp=2, sequence=True, kv_heads=2, router="softmax", ep=2, accumulate=2),
+    Case(tp=2, sequence=True, kv_heads=2, router="softmax", etp=2, accumulate=2, experts="clamped"),
+]
+EACH_COUNTS = Patch(
+    "megaspec.parallelism.fp8", '"counts_alike": group is None or dist.get_rank(group) == 0', '"counts_alike": True'
+)
+
+
+def saturated_of(pool: RankPool, case: Case, *, ranks: int) -> list[int]:
+    """Elements of each step, most of whose scales are too small."""
+    inputs = (case, empty_of(case), steps_of(case))
+    (first, *_) = pool.run(train_with_producers, *inputs, ranks=ranks, shrinks=16.0)
+    return [step.saturated for step in first["remembered"]]
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=str)
+def test_an_element_that_saturates_is_counted_once(pool: RankPool, case: Case, tell: Tell) -> None:
+    case = replace(case, precision="fp8 delayed")
+    truth = saturated_of(pool, alone(case), ranks=1)
+    tell(f"{case}: {truth} elements saturate")
+    assert min(truth[1:]) > 100
+    assert saturated_of(pool, case, ranks=case.ranks) == truth
+
+
+@pytest.mark.parametrize("case", [COUNTED[0], COUNTED[-1]], ids=str)
+def test_ranks_that_all_count_the_same_are_caught(pool: RankPool, case: Case) -> None:
+    check_patch(EACH_COUNTS)
+    case = replace(case, precision="fp8 delayed")
+    with RankPool(patches=(EACH_COUNTS,)) as ranks:
+        assert saturated_of(ranks, case, ranks=case.ranks)[1] > saturated_of(pool, alone(case), ranks=1)[1]
+
+
 @pytest.mark.parametrize("case", WRITTEN_IN_PARTS, ids=str)
 def test_what_kernels_write_is_what_layers_quantise(pool: RankPool, case: Case, tell: Tell) -> None:
     findings = compare(writing(pool, case), run_case(pool, case, steps=steps_of(case)), TOLERANCES["fp64"])

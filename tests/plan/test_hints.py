@@ -12,6 +12,8 @@ from megaspec.plan.report import print_whole_plan
 from tests.plan.test_plan import planned
 
 GIB = 2**30
+WHOLE_SEQUENCES = "parallelism.context.kind=all_to_all"
+FLEX = ("kernels.attention=flex", "data.document_mask=true", WHOLE_SEQUENCES)
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
@@ -114,9 +116,15 @@ def test_sums_in_one_order_tell_what_the_plan_reckons_with():
     [
         (("kernels.attention=flash_attn",), "H100", "attention with kernels.attention=flash_attn"),
         (
-            ("kernels.attention=sdpa", "data.document_mask=true"),
+            ("kernels.attention=sdpa", "data.document_mask=true", WHOLE_SEQUENCES),
             "H100",
-            "attention with documents, windows, chunks or capped scores",
+            "attention with documents and kernels.attention=sdpa",
+        ),
+        ((*FLEX, "model.d_head=64"), "H100", "attention with documents and heads of 64"),
+        (
+            (*FLEX, "model.attention.mask={kind: window, size: 1024}"),
+            "H100",
+            "attention with windows, chunks, capped scores or documents that ranks share",
         ),
         (("kernels.attention=sdpa", "model.d_head=192"), "H100", "attention with heads of 192"),
         (("kernels.attention=sdpa",), "B200", "attention on B200"),
@@ -129,6 +137,16 @@ def test_what_was_not_measured_in_one_order_is_told_without_a_factor(words, kind
     assert f"not measured with it: {told}, reckoned as with sums in any order;" in hint.text
     assert "times as long" not in hint.text
     assert exact.step_time.seconds == pytest.approx(plain.step_time.seconds)
+
+
+@pytest.mark.parametrize(("kernel", "factor"), [("flash_attn", "1.6"), ("flex", "1.3")])
+def test_documents_in_one_order(kernel, factor):
+    words = (f"kernels.attention={kernel}", "data.document_mask=true", WHOLE_SEQUENCES)
+    exact = planned("llama3_8b", "train.deterministic=true", *words, packages=["flash-attn-4"])
+    plain = planned("llama3_8b", *words, packages=["flash-attn-4"])
+    text = hint_of(exact, "train.deterministic").text
+    assert f"{kernel} is reckoned to take {factor} times as long backward as in any order (measured on" in text
+    assert exact.step_time.seconds > 1.005 * plain.step_time.seconds
 
 
 def test_experts_in_one_order_were_not_measured():

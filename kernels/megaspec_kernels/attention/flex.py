@@ -71,6 +71,9 @@ def attention(
         scale=scoring.scale_of(q.shape[-1]),
         enable_gqa=k.shape[1] != N,
         return_aux=AuxRequest(lse=sinks is not None),
+        # A row of less than 128 tokens would go to the kernel for decoding, which finds no tiles for some such rows
+        # (67 tokens, two heads to a key: torch 2.11) and has no place in training.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     if sinks is not None:
         # the share of the softmax that the sink leaves, see sinks.py; the log-sum-exp carries a gradient

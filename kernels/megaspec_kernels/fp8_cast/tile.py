@@ -331,6 +331,23 @@ if triton is not None:
         return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
     @triton.jit
+    def larger_pairs(a, b):
+        """The larger one of the first elements of two pairs without signs, and of the second ones. NaN where there is
+        one: its bits are above those of all numbers, as infinity's are."""
+        return tl.inline_asm_elementwise(
+            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def largest_pairs(pairs, axis: tl.constexpr, interpreted: tl.constexpr):
+        """The same of all pairs along an axis."""
+        if interpreted:
+            largest = tl.max(pairs & 0x7FFF0000, axis=axis) | tl.max(pairs & 0x7FFF, axis=axis)
+        else:
+            largest = tl.reduce(pairs, axis, larger_pairs)
+        return largest
+
+    @triton.jit
     def larger_size(size, low, high):
         """The largest one of them without signs, infinity above all numbers; NaN where there is one."""
         return larger_of(size, larger_of(tl.abs(low), tl.abs(high)))

@@ -51,6 +51,15 @@ TILES = {
 }
 BEST = TILES["128x128"]
 
+
+def best_of_gathered(P: int) -> Tile:
+    """Of a cast that gathers its rows, P with padding: it goes down all of them before it goes across, so that caches
+    hold a strip of the tokens, which are read once for each expert that takes them. 75 us in place of 94 (one H200, 8
+    k tokens of 2,880 features, four experts to a token)."""
+    tile = TILES["128x64"]
+    return tile._replace(below=ceil_div(P, tile.rows))
+
+
 # Of the kernel that finds the largest elements of whole lines.
 TILES_OF_LARGEST = {
     "128x64": Tile(128, 64, 4, 48, 8),
@@ -82,3 +91,12 @@ TILES_OF_SHORT_LINES = {
     "4 warps": Tile(128, 128, 4, 168, 8),
 }
 BEST_OF_SHORT_LINES = TILES_OF_SHORT_LINES["8 warps"]
+
+# Of the one that finds the largest elements of each group's columns.
+TILES_OF_GROUP_COLUMNS = {
+    "64x128": Tile(64, 128, 4, 64, 8),
+    "128x64": Tile(128, 64, 4, 64, 8),
+    "128x128": Tile(128, 128, 8, 64, 8),
+    "128x128, 4 warps": Tile(128, 128, 4, 112, 8),
+}
+BEST_OF_GROUP_COLUMNS = TILES_OF_GROUP_COLUMNS["128x64"]

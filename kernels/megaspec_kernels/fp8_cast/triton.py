@@ -60,6 +60,8 @@ try:
         fp8_bytes,
         from_the_end,
         inverse_of,
+        larger_pairs,
+        largest_pairs,
         load_four_rows,
         load_pairs,
         see,
@@ -432,23 +434,6 @@ if triton is not None:
         column_ptr += tile_k.to(tl.int64) * b_k * quarter_M + tile_m * (b_m // 4)
         to = c[None, :] * (2 * quarter_M) + i[:, None]
         store_two_columns(column_ptr, to, quarter_M, first, second, mask, is_even)
-
-    @triton.jit
-    def larger_pairs(a, b):
-        """The larger one of the first elements of two pairs without signs, and of the second ones. NaN where there is
-        one: its bits are above those of all numbers, as infinity's are."""
-        return tl.inline_asm_elementwise(
-            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-
-    @triton.jit
-    def largest_pairs(pairs, axis: tl.constexpr, interpreted: tl.constexpr):
-        """The same of all pairs along an axis."""
-        if interpreted:
-            largest = tl.max(pairs & 0x7FFF0000, axis=axis) | tl.max(pairs & 0x7FFF, axis=axis)
-        else:
-            largest = tl.reduce(pairs, axis, larger_pairs)
-        return largest
 
     @triton.jit
     def largest_in_rows(pairs, interpreted: tl.constexpr):

@@ -13,7 +13,7 @@ from megaspec.core.divisors import ceil_div
 from megaspec_kernels.fp8_cast.groups import Groups
 from megaspec_kernels.fp8_cast.padding import UNIT, padded_rows
 from megaspec_kernels.fp8_cast.tile import format_constants
-from megaspec_kernels.fp8_cast.tiles import BEST, Tile, grid_of_tiles
+from megaspec_kernels.fp8_cast.tiles import BEST, BEST_OF_GROUP_COLUMNS, Tile, best_of_gathered, grid_of_tiles
 from megaspec_kernels.grid import next_power_of_2
 
 try:
@@ -24,7 +24,9 @@ try:
         INTERPRETED,
         columns_of_rows,
         fp8_bytes,
+        from_the_end,
         inverse_of,
+        largest_pairs,
         recounted,
         see,
         see_above,
@@ -124,6 +126,7 @@ if triton is not None:
 
     @triton.jit
     def group_column_amax_kernel(x_ptr, ends_ptr, out_ptr, n_columns, rows_at_once: tl.constexpr, tile: tl.constexpr):
+        """Any format and any size: programs share the rows of a group."""
         group = tl.program_id(0)
         start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
         end = tl.load(ends_ptr + group)
@@ -136,6 +139,50 @@ if triton is not None:
             x = tl.load(x_ptr + r.to(tl.int64)[:, None] * n_columns + i[None, :], mask=mask, other=0.0).to(tl.float32)
             bits = tl.maximum(bits, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         tl.atomic_max(out_ptr + group.to(tl.int64) * n_columns + i, tl.max(bits, axis=0), mask=i < n_columns)
+
+    @triton.jit
+    def group_column_amax_of_pairs_kernel(
+        pairs_ptr,
+        ends_ptr,
+        out_ptr,
+        R,
+        half_I,
+        E,
+        interpreted: tl.constexpr,
+        block: tl.constexpr,
+        b_r: tl.constexpr,
+        b_i: tl.constexpr,
+        below: tl.constexpr,
+    ):
+        """x as int32 [R, I / 2], whose tiles are of one group or of several: every program reads as much. `block`: a
+        power of two from E on."""
+        tile_r, tile_i = tile_of_program(below)
+        begin = tile_r * b_r
+        if begin >= R:
+            return
+
+        r = tl.arange(0, b_r)
+        c = tile_i * (b_i // 2) + tl.arange(0, b_i // 2)
+        mask = (begin + r < R)[:, None] & (c < half_I)[None, :]
+        pairs_ptr += begin.to(tl.int64) * half_I
+        sizes = tl.load(pairs_ptr + r[:, None] * half_I + c[None, :], mask=mask, other=0) & 0x7FFF7FFF
+        e = tl.arange(0, block)
+        end = tl.load(ends_ptr + e, mask=e < E, other=2147483647)
+        first_group = tl.sum((end <= begin).to(tl.int32), axis=0)
+        last_group = tl.sum((end < begin + b_r).to(tl.int32), axis=0)
+        i = tile_i * b_i + tl.arange(0, b_i)
+        n_columns = 2 * half_I.to(tl.int64)
+        is_column = i < n_columns
+        for group in range(first_group, tl.minimum(last_group + 1, E)):
+            group_end = tl.load(ends_ptr + group) - begin
+            group_start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0) - begin
+            is_own = (r >= group_start) & (r < group_end)
+            both = largest_pairs(tl.where(is_own[:, None], sizes, 0), 0, interpreted)
+            bits = tl.reshape(tl.join(both << 16, both & 0x7FFF0000), (b_i,))
+            at = out_ptr + group * n_columns + i
+            # what was read may be old: then an atomic operation more is done, which changes nothing
+            before = tl.load(at, mask=is_column, other=0)
+            tl.atomic_max(at, bits, mask=is_column & (bits > before), sem="relaxed")
 
     @triton.jit
     def source_of(row, is_read, index_ptr, gathers: tl.constexpr):
@@ -254,6 +301,7 @@ if triton is not None:
         below: tl.constexpr,
     ):
         """x as int32 [M, I / 2], rows as int16 [R, I / 2], columns as int32 [I, P / 4]; see triton.py, note "Pairs".
+        `scale_ptr`: `by_column` int64 of two scales, [E, I / 2].
         `rows`: four, which the compiler must not know, see count_saturated there. `quarters`: of a unit, each of four
         rows. `below`: see grid_of_tiles."""
         # so that the compiler knows how the columns are aligned, whatever the number of rows is
@@ -261,6 +309,9 @@ if triton is not None:
         tile_p, tile_i = tile_of_program(below)
         if tile_p * b_p >= quarter_P * 4:
             return
+        if not sees:
+            # of a scale that was not known before: a kernel has read x for it
+            tile_p = from_the_end(tile_p, quarter_P * 4, b_p)
 
         # places 4 q + j of the padded rows, columns 2 c and 2 c + 1
         q = tile_p * (b_p // 4) + tl.arange(0, b_p // 4)
@@ -285,9 +336,10 @@ if triton is not None:
 
         place = tl.minimum(group, E - 1).to(tl.int64) * group_stride
         if by_column:
-            at_scale = scale_ptr + place[:, None] + 2 * c[None, :]
-            low_inverse = inverse_of(tl.load(at_scale, mask=is_column[None, :], other=1.0))
-            high_inverse = inverse_of(tl.load(at_scale + 1, mask=is_column[None, :], other=1.0))
+            # two neighbours in one load
+            scales = tl.load(scale_ptr + place[:, None] + c[None, :], mask=is_column[None, :], other=0)
+            low_inverse = inverse_of(scales.to(tl.int32).to(tl.float32, bitcast=True))
+            high_inverse = inverse_of((scales >> 32).to(tl.int32).to(tl.float32, bitcast=True))
         else:
             low_inverse = inverse_of(tl.load(scale_ptr + place))[:, None]
             high_inverse = low_inverse
@@ -389,7 +441,12 @@ def groups(ends_E: Tensor, rows: int) -> Groups:
     return Groups(ends_E, padded, first, last, group, rows)
 
 
-def group_amax(x_RI: Tensor, ends_E: Tensor, *, by_column: bool = False) -> Tensor:
+def _is_in_pairs(x: Tensor) -> bool:
+    """Whether there is something for kernels that read two neighbours of a row at once."""
+    return x.dtype == torch.bfloat16 and x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def group_amax(x_RI: Tensor, ends_E: Tensor, *, by_column: bool = False, tile: Tile = BEST_OF_GROUP_COLUMNS) -> Tensor:
     """See reference_groups.py."""
     E = ends_E.shape[0]
     I = x_RI.shape[1]  # noqa: E741
@@ -398,6 +455,26 @@ def group_amax(x_RI: Tensor, ends_E: Tensor, *, by_column: bool = False) -> Tens
         return bits.view(torch.float32)
     x_RI = x_RI.contiguous()
     if by_column:
+        if _is_in_pairs(x_RI):
+            R = x_RI.shape[0]
+            group_column_amax_of_pairs_kernel[
+                grid_of_tiles(ceil_div(R, tile.rows), ceil_div(I, tile.columns), tile.below)
+            ](
+                x_RI.view(torch.int32),
+                ends_E,
+                bits,
+                R,
+                I // 2,
+                E,
+                interpreted=INTERPRETED,
+                block=next_power_of_2(E),
+                b_r=tile.rows,
+                b_i=tile.columns,
+                below=tile.below,
+                num_warps=tile.warps,
+                maxnreg=tile.registers,
+            )
+            return bits.view(torch.float32)
         grid = (E, ceil_div(I, AMAX_TILE), AMAX_PROGRAMS)
         group_column_amax_kernel[grid](x_RI, ends_E, bits, I, AMAX_ROWS, AMAX_TILE, num_warps=4)
         return bits.view(torch.float32)
@@ -434,7 +511,7 @@ def group_cast(
     seen: Tensor | None = None,
     saturated: Tensor | None = None,
     scale_copy: Tensor | None = None,
-    tile: Tile = BEST,
+    tile: Tile | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """See reference_groups.py."""
     assert x.dtype != torch.float64, "the kernel computes in fp32"
@@ -445,6 +522,7 @@ def group_cast(
     I = x.shape[1]  # noqa: E741
     assert scale.shape[0] in (1, E), f"{tuple(scale.shape)} for {E} groups"
     assert scale.shape[1] in (1, I), f"{tuple(scale.shape)} for {I} columns"
+    assert scale_copy is None or scale.numel() == 1, f"a copy of {tuple(scale.shape)} scales"
     assert index_R is not None or x.shape[0] == R, f"{tuple(x.shape)} for {R} rows"
     by_rows = x.new_empty(R, I, dtype=dtype) if rows else None
     by_columns = x.new_empty(I, P, dtype=dtype) if columns else None
@@ -455,7 +533,7 @@ def group_cast(
     # what is not asked for is not written, and what is not there not read: any address serves
     some_rows = by_rows if rows else by_columns
     some_columns = by_columns if columns else by_rows
-    places = (x if index_R is None else index_R, groups.first, groups.last, groups.group, scale)
+    places = (x if index_R is None else index_R, groups.first, groups.last, groups.group)
     recorded = (
         scale if seen is None else seen.view(torch.int32),
         scale if saturated is None else saturated,
@@ -475,19 +553,23 @@ def group_cast(
     }
     # a scale for all has no steps
     group_stride = scale.shape[1] if scale.shape[0] > 1 else 0
-    if x.dtype == torch.bfloat16 and I % 16 == 0 and x.data_ptr() % 16 == 0:
+    if _is_in_pairs(x):
+        by_column = scale.shape[1] > 1
+        if tile is None:
+            tile = BEST if index_R is None else best_of_gathered(P)
         group_pairs_kernel[grid_of_tiles(ceil_div(P, tile.rows), ceil_div(I, tile.columns), tile.below)](
             x.view(torch.int32),
             *places,
+            scale.view(torch.int64) if by_column else scale,
             some_rows.view(torch.int16),
             some_columns.view(torch.int32) if columns else some_columns,
             *recorded,
             I // 2,
             P // UNIT,
             E,
-            group_stride,
+            group_stride // 2 if by_column else group_stride,
             UNIT // 4,
-            by_column=scale.shape[1] > 1,
+            by_column=by_column,
             **form,
             interpreted=INTERPRETED,
             quarters=UNIT // 4,
@@ -500,6 +582,7 @@ def group_cast(
     group_cast_kernel[(ceil_div(P, SMALL_TILE), ceil_div(I, SMALL_TILE))](
         x,
         *places,
+        scale,
         some_rows.view(torch.uint8),
         some_columns.view(torch.uint8),
         *recorded,

@@ -158,10 +158,9 @@ def _kept(
 
 def _copies_values(products: AttentionProducts, execution: Execution) -> bool:
     """See Execution. What computes attention again takes views, as they were."""
-    if execution.copies_values == "never" or "core_attention" in execution.recomputed:
+    if "core_attention" in execution.recomputed:
         return False
-    hides = products.sight.hides_keys(execution.seq_len) or products.caps_scores
-    return execution.copies_values == "always" or hides
+    return products.is_in(execution.copies_values, seq_len=execution.seq_len)
 
 
 def _kept_by_norms(
