@@ -5,12 +5,11 @@ from dataclasses import replace
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.core.units import counted
-from megaspec.precision.spec import Fp8Precision, fp8_recipe
+from megaspec.precision.spec import BLACKWELL_SM, Fp8Precision, fp8_recipe
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import attention_use_of
-from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
 from megaspec.rules.ways import Way, way_out
-from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, choose, unmet, why_no_lines
+from megaspec_kernels.catalog import BLACKWELL, CATALOG, IDLE_BESIDE_LINEAR, casts_itself, choose, unmet, why_no_lines
 
 # From here on tensor cores take fp8 matrices as they are, and Transformer Engine makes no columns of whole tensors.
 _BLACKWELL = 100
@@ -109,15 +108,37 @@ def cross_entropy_kernel_runs(case: Case) -> Problem | None:
 
 def linear_kernel_runs(case: Case) -> Problem | None:
     """The implementation of linear layers' products runs on the target, in the model's format."""
+    if case.target.device == "cuda" and fp8_recipe(case.recipe.precision) in BLACKWELL_SM:
+        # the next rule's
+        return None
+    return _kernel(case, "linear")
+
+
+def blackwell_recipes_are_computed_by_te(case: Case) -> Problem | None:
+    """On a GPU that has tensor cores for mxfp8 and nvfp4 Transformer Engine alone asks for them: kernels.linear=te."""
     recipe = fp8_recipe(case.recipe.precision)
-    if case.recipe.kernels.linear != "te" or case.target.device != "cuda" or recipe not in BLACKWELL_RECIPES:
-        return _kernel(case, "linear")
-    if case.target.sm < _BLACKWELL:
+    if recipe not in BLACKWELL_SM or case.target.device != "cuda":
+        return None
+    first, last = BLACKWELL_SM[recipe]
+    if not first <= case.target.sm <= last:
         # the rule of the recipe says so
         return None
-    # another kernel alone would be planned, and refused by train
-    text = f"precision.recipe={recipe} {NEEDS_BLACKWELL}, with kernels.linear=te no more than with torch"
-    return Problem("precision.recipe", f"{text}; set precision.recipe=tensorwise and kernels.linear=torch")
+    key = "kernels.linear"
+    linear = case.recipe.kernels.linear
+    use = case.kernel_use
+    lacks = unmet("linear", "te", device="cuda", sm=case.target.sm, use=use, packages=case.target.versions)
+    other = "precision.recipe=tensorwise and kernels.linear=torch"
+    if linear == "te":
+        if lacks is None:
+            return None
+        return Problem(key, f"{key}=te {lacks}; set {other}")
+    if linear == "torch":
+        return Problem(key, f"{key}=torch takes precision.recipe={recipe} on CPUs alone; set {key}=te, or {other}")
+    if key not in case.decided:
+        # the reference, which was chosen
+        return None
+    text = f"{key}=auto has no kernel for precision.recipe={recipe}: te {lacks}; set precision.recipe=tensorwise,"
+    return Problem(key, f"{text} or {key}=reference, which multiplies in fp32, slower than bf16")
 
 
 def te_casts_run_on_the_gpu(case: Case) -> Problem | None:
@@ -141,15 +162,20 @@ def te_casts_no_experts(case: Case) -> Problem | None:
 
 
 def te_casts_and_multiplies_itself(case: Case) -> Problem | None:
-    """In fp8 linear=te has casts and products of its own: no other can be chosen."""
+    """In fp8 linear=te has casts and products of its own, and so has any with mxfp8 and nvfp4: no other is read."""
     kernels = case.recipe.kernels
-    if kernels.linear != "te" or not isinstance(case.recipe.precision, Fp8Precision):
+    recipe = fp8_recipe(case.recipe.precision)
+    if not casts_itself(kernels.linear, recipe):
         return None
-    for operation in IDLE_BESIDE_TE:
+    for operation in IDLE_BESIDE_LINEAR:
         key = f"kernels.{operation}"
         if key not in case.decided:
-            text = f"{key}={getattr(kernels, operation)} is not read with kernels.linear=te, which casts and multiplies"
-            return Problem(key, f"{text} itself; set {key}=auto, or kernels.linear=torch")
+            text = f"{key}={getattr(kernels, operation)} is not read with"
+            if recipe in BLACKWELL:
+                text += f" precision.recipe={recipe}, which kernels.linear casts and multiplies itself"
+                return Problem(key, f"{text}; set {key}=auto")
+            text += " kernels.linear=te, which casts and multiplies itself"
+            return Problem(key, f"{text}; set {key}=auto, or kernels.linear=torch")
     return None
 
 

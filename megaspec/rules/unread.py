@@ -13,6 +13,7 @@ from megaspec.core.problems import show
 from megaspec.data.urls import all_url_places, url_places
 from megaspec.precision.spec import fp8_recipe
 from megaspec.recipe import Recipe
+from megaspec_kernels.catalog import casts_itself
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ def _asks_for_linear(recipe: Recipe) -> bool:
     # of `torch` fp8 reads that it is not te
     if precision.kind != "fp8" or recipe.kernels.linear != "reference":
         return True
+    if casts_itself(recipe.kernels.linear, precision.recipe):
+        return True
     if len(precision.layers(model.n_layers)) < model.n_layers:
         return True
     for layer in model.facts.kinds:
@@ -148,6 +151,12 @@ _DELAYED = Need(
     "precision.recipe={value} fits scales to the elements at hand",
     "precision.recipe=delayed",
 )
+_ROUNDS = Need(
+    ("precision.recipe",),
+    lambda recipe: fp8_recipe(recipe.precision) in (None, "nvfp4"),
+    "precision.recipe={value} rounds gradients to nearest",
+    "precision.recipe=nvfp4",
+)
 LAYER_BY_LAYER = "parallelism.dp_strategy={value} reduces layer by layer"
 """Of a data-parallel strategy, why it reads no size of buckets."""
 _BUCKETS = Need(
@@ -192,6 +201,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kernels.adamw": (_ADAMW,),
     "precision.amax_history": (_DELAYED,),
     "precision.margin": (_DELAYED,),
+    "precision.gradient_rounding": (_ROUNDS,),
     "parallelism.bucket_mb": (_BUCKETS,),
     "data.download_dir": (_URL,),
 }

@@ -52,6 +52,13 @@ OTHERS = [
     Case(tp=2, precision="fp8 blockwise", wide=True, accumulate=2),
     Case(tp=2, sequence=True, precision="fp8 blockwise", wide=True, accumulate=2),
     Case(dp=2, strategy="fsdp", precision="fp8 blockwise", wide=True, accumulate=2),
+    # blocks of 32 tokens, where ranks have 8 of each sequence
+    Case(tp=2, sequence=True, precision="fp8 mxfp8", wide=True, accumulate=2, mask="uneven"),
+    Case(tp=2, pp=2, sequence=True, schedule="zb_h1", precision="fp8 mxfp8", wide=True, accumulate=4),
+    Case(
+        dp=2, strategy="fsdp", precision="fp8 mxfp8", wide=True, accumulate=2,
+        also=(("parallelism.recompute.kind", "full"),),
+    ),
     Case(dp=2, strategy="fsdp", precision="fp8 delayed", also=(("parallelism.recompute", {"kind": "full"}),)),
     Case(tp=2, sequence=True, precision="fp8 tensorwise", also=(("parallelism.recompute.kind", "selective"),)),
     # what is gathered as bytes: compiled (WRITTEN has it, too), deferred, beside what is frozen
@@ -61,7 +68,7 @@ OTHERS = [
     Case(tp=2, pp=2, sequence=True, schedule="zb_h1", precision="fp8 tensorwise", accumulate=4),
     Case(tp=2, sequence=True, precision="fp8 tensorwise", n_layers=4, trainable="upper", mask="uneven"),
     Case(tp=2, sequence=True, precision="fp8 rowwise", trainable="norms"),
-]
+]  # fmt: skip
 # Experts, where every rank of an ep group has tokens of the same micro batch: what an expert takes at once is the same
 # on one rank.
 EXPERTS = [
