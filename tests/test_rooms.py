@@ -146,6 +146,11 @@ RUNS = {
         "data.seq_len=16",
         "precision={kind: fp8, recipe: delayed}",
     ),
+    "fp4": (
+        "model={n_layers: 4, n_kv_heads: 2, d_model: 64}",
+        "data.seq_len=32",
+        "precision={kind: fp8, recipe: nvfp4}",
+    ),
     "random": (
         "data=random",
         "data.vocab_size=64",

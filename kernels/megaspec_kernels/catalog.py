@@ -70,6 +70,8 @@ class Requirement:
     """Of precision.recipe, those whose scales it takes; empty: all."""
     hopper_recipes: tuple[str, ...] = ()
     """Of precision.recipe, those whose scales it takes on Hopper (sm90) alone, with CUDA_WITH_LINES or newer."""
+    cpu_recipes: tuple[str, ...] = ()
+    """Of precision.recipe, those whose scales it takes on CPUs alone."""
     writes_fp8: bool = False
     """Whether it writes what a layer beside it multiplies in fp8 itself, by a delayed scale: with such scales `auto`
     takes such a one first."""
@@ -91,6 +93,9 @@ class Operation:
 UP_TO_FP32 = ("fp32", "bf16", "fp16", "fp8")
 # What kernels on tensor cores take; beside fp8, attention is in bf16.
 HALF = ("bf16", "fp16", "fp8")
+BLACKWELL = ("mxfp8", "nvfp4")
+"""Of precision.recipe, those that linear layers cast and multiply in by themselves: on GPUs Blackwell's tensor cores
+have them, by Transformer Engine."""
 TE = "transformer-engine"
 INSTALL_TE = "pip install 'megaspec[te]'"
 
@@ -199,12 +204,13 @@ CATALOG: dict[str, Operation] = {
     ),
     "linear": Operation(
         {
-            "torch": Requirement(),
+            # on CPUs by the reference's casts and products
+            "torch": Requirement(cpu_recipes=BLACKWELL),
             "te": Requirement(
                 devices=("cuda",),
                 min_sm=80,
                 precisions=("bf16", "fp16"),
-                fp8_recipes=("tensorwise", "delayed", "blockwise"),
+                fp8_recipes=("tensorwise", "delayed", "blockwise", *BLACKWELL),
                 package=TE,
                 install=INSTALL_TE,
             ),
@@ -283,8 +289,13 @@ CATALOG: dict[str, Operation] = {
     ),
 }
 
-IDLE_BESIDE_TE = ("fp8_cast", "scaled_product")
-"""Operations that nothing asks for in fp8 with linear=te: Transformer Engine casts and multiplies itself."""
+IDLE_BESIDE_LINEAR = ("fp8_cast", "scaled_product")
+"""Operations that nothing asks for in fp8 where what computes linear layers casts and multiplies itself."""
+
+
+def casts_itself(linear: str, fp8_recipe: str | None) -> bool:
+    """Whether kernels.linear casts to fp8 and multiplies itself."""
+    return fp8_recipe is not None and (linear == "te" or fp8_recipe in BLACKWELL)
 
 
 @dataclass(frozen=True)
@@ -385,6 +396,8 @@ def _unmet_by_scales(need: Requirement, use: Use, *, device: str, sm: int, packa
         return None
     if need.fp8_recipes and recipe not in need.fp8_recipes:
         return f"needs precision.recipe={one_of(need.fp8_recipes)}, it is {recipe}"
+    if recipe in need.cpu_recipes and device != "cpu":
+        return f"takes precision.recipe={recipe} on CPUs alone"
     if recipe not in need.hopper_recipes or device != "cuda":
         return None
     if sm // 10 != 9:
@@ -456,9 +469,12 @@ def choose(operation: str, *, device: str, sm: int, use: Use = _PLAIN, packages:
     return next(iter(runs))
 
 
-def packages_of(names: Mapping[str, object]) -> frozenset[str]:
-    """What implementations, by operation, are made of beside torch: where it does not matter what is installed."""
+def packages_of(names: Mapping[str, object], *, fp8_recipe: str | None = None) -> frozenset[str]:
+    """What implementations, by operation, are made of beside torch, and what a recipe of fp8 can't do without: where it
+    does not matter what is installed."""
     found = set()
+    if fp8_recipe in BLACKWELL:
+        found.add(TE)
     for operation, one in CATALOG.items():
         need = one.implementations.get(str(names.get(operation)))
         if need is not None and need.package:

@@ -35,9 +35,14 @@ from megaspec_kernels.gated import triton_weighted as gated_weighted
 from megaspec_kernels.grouped.add import add_, add_plainly_
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
+from megaspec_kernels.linear import mxfp8 as linear_mxfp8
+from megaspec_kernels.linear import nvfp4 as linear_nvfp4
 from megaspec_kernels.linear import reference as linear_reference
 from megaspec_kernels.linear import te as linear_te
+from megaspec_kernels.linear import te_mxfp8 as linear_te_mxfp8
+from megaspec_kernels.linear import te_nvfp4 as linear_te_nvfp4
 from megaspec_kernels.linear import torch as linear_torch
+from megaspec_kernels.linear.factors import Cast
 from megaspec_kernels.norm import reference as norm_reference
 from megaspec_kernels.norm import te as norm_te
 from megaspec_kernels.norm import triton as norm_triton
@@ -80,6 +85,26 @@ class AttentionMergeKernel:
 
 
 @dataclass(frozen=True)
+class MxFp8Kernel:
+    """Casts to MXFP8 and products of such matrices, see linear/mxfp8.py."""
+
+    cast: Callable[..., Cast]
+    """(x_MK, dtype, *, rows, columns) -> the layouts that are asked for"""
+    product: Callable[..., torch.Tensor]
+    """(layout, a, b, *, dtype, fast, into, overwrite) -> [.., ..]"""
+
+
+@dataclass(frozen=True)
+class NvFp4Kernel:
+    """Casts to NVFP4 and products of such matrices, see linear/nvfp4.py."""
+
+    cast: Callable[..., Cast]
+    """(x_MK, role, *, rounding, columns, agreement) -> rows, and columns where they are asked for"""
+    product: Callable[..., torch.Tensor]
+    """(a, b, *, dtype, into, overwrite) -> [lines of b, lines of a]"""
+
+
+@dataclass(frozen=True)
 class LinearKernel:
     """The products of a linear layer, see linear/reference.py."""
 
@@ -91,6 +116,10 @@ class LinearKernel:
     """(grad_out, x) -> [O, I]"""
     add_weight_gradient: Callable[..., None]
     """(into_OI, grad_out, x, *, overwrite), in place"""
+    mxfp8: MxFp8Kernel
+    """The same products with precision.recipe=mxfp8."""
+    nvfp4: NvFp4Kernel
+    """And with precision.recipe=nvfp4."""
 
 
 @dataclass(frozen=True)
@@ -249,8 +278,15 @@ AdamWKernel = Callable[..., None]
 """(weights, masters, first, second, gradients, decays, keys, step), in place; `torch` is an optimizer of its own."""
 
 
-def _linear(file: ModuleType) -> LinearKernel:
-    return LinearKernel(file.forward, file.input_gradient, file.weight_gradient, file.add_weight_gradient)
+def _linear(file: ModuleType, mxfp8: ModuleType, nvfp4: ModuleType) -> LinearKernel:
+    return LinearKernel(
+        file.forward,
+        file.input_gradient,
+        file.weight_gradient,
+        file.add_weight_gradient,
+        MxFp8Kernel(mxfp8.cast, mxfp8.product),
+        NvFp4Kernel(nvfp4.cast, nvfp4.product),
+    )
 
 
 def _of_flash_attention(version: attention_flash_attn.FlashAttention) -> AttentionKernel:
@@ -288,9 +324,9 @@ REGISTRY: dict[str, dict[str, Any]] = {
         "reference": cross_entropy_reference,
     },
     "linear": {
-        "torch": _linear(linear_torch),
-        "te": _linear(linear_te),
-        "reference": _linear(linear_reference),
+        "torch": _linear(linear_torch, linear_mxfp8, linear_nvfp4),
+        "te": _linear(linear_te, linear_te_mxfp8, linear_te_nvfp4),
+        "reference": _linear(linear_reference, linear_mxfp8, linear_nvfp4),
     },
     "grouped": {
         "torch": GroupedKernel(grouped_torch, add_),

@@ -36,7 +36,8 @@ class KernelsSpec(Frozen):
 
     torch: torch's, and in fp8 those of fp8_cast and scaled_product. te: Transformer Engine's, in fp8 with its casts and
     scales; weight gradients are added inside the product; needs the extra `te`. reference: plain; in fp8 as with
-    torch."""
+    torch. precision.recipe=mxfp8 and nvfp4 have casts and products of their own: te's on GPUs, where auto takes it, and
+    plain ones."""
     grouped: Auto[Literal["torch", "reference"]] = "auto"
     """Products of tokens with the matrices of their experts.
 
@@ -63,12 +64,12 @@ class KernelsSpec(Frozen):
     reference: plain, which `compile` puts into one kernel. triton: one kernel for each direction, backward with the
     gradient of the values."""
     fp8_cast: Auto[Literal["triton", "reference"]] = "auto"
-    """Quantising to fp8, of precision=fp8; with linear=te auto, since it has its own.
+    """Quantising to fp8, of precision=fp8; with linear=te, mxfp8 and nvfp4 auto, since they have their own.
 
     triton: one pass writes both layouts, behind one for the largest elements where scales are neither known before
     (delayed) nor those of 128 elements of a line, which the same pass finds. reference: plain."""
     scaled_product: Auto[Literal["cublaslt", "torch", "reference"]] = "auto"
-    """Products of fp8 matrices, of precision=fp8; with linear=te auto, since it has its own.
+    """Products of fp8 matrices, of precision=fp8; with linear=te, mxfp8 and nvfp4 auto, since they have their own.
 
     cublaslt: cuBLASLt itself, which sums weight gradients inside the product; rowwise and blockwise on Hopper, from
     version 12.9 on. torch: torch's scaled matrix product, on tensor cores; blockwise on Hopper. reference: dequantised

@@ -15,6 +15,7 @@ from megaspec.estimate.hardware import Hardware, hardware_named, hardware_of
 from megaspec.estimate.target import Target, detect_target
 from megaspec.estimate.throughput import MeasuredThroughput, read_throughput, throughput_of
 from megaspec.launcher.spec import ClusterLauncher
+from megaspec.precision.spec import fp8_recipe
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec_kernels.catalog import packages_of
@@ -135,7 +136,7 @@ def cluster_target(recipe: Recipe, launcher: ClusterLauncher, here: Target) -> T
 def planned_target(hardware: Hardware, gpus: int, here: Target, recipe: Recipe) -> Target:
     """A machine, or several, of this many GPUs, with the packages of this one, and those that kernels which the recipe
     names are made of: whoever wants them there installs them there."""
-    versions = dict.fromkeys(packages_of(recipe.kernels.model_dump()), "")
+    versions = dict.fromkeys(packages_of(recipe.kernels.model_dump(), fp8_recipe=fp8_recipe(recipe.precision)), "")
     versions |= here.versions | {"torch": here.versions.get("torch", "").partition("+")[0]}
     return Target(
         gpus=gpus,

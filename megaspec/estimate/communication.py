@@ -14,6 +14,7 @@ Sizes are bytes of the whole tensor (see Collective.bytes):
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil
 from typing import NamedTuple
 
 from megaspec.core.part_facts import AttentionProducts, Linear, Routing
@@ -24,7 +25,7 @@ from megaspec.estimate.step_communication import step_collectives
 from megaspec.estimate.topology import Collective, CollectiveKind, Phase, Topology, topology_of
 from megaspec.estimate.trained import facts_of
 from megaspec.estimate.work import head_sizes, recomputed_layers
-from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8
+from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8, VALUE_BYTES
 from megaspec.nn.layer.facts import LayerFacts, SubLayer
 from megaspec.parallelism.passes import Shape, rank_of_stage, stage_number
 from megaspec.parallelism.stages import Chunk, stages_of
@@ -245,7 +246,7 @@ def _tensor_parallel(
     # what the backward pass takes of the input: of a recipe that gathers first as well, quantised since
     input_again_size = size
     if fp8 is not None:
-        input_again_size = numbers
+        input_again_size = ceil(numbers * VALUE_BYTES.get(fp8, 1))
     if fp8 in INPUTS_IN_FP8:
         input_size = numbers
     if fp8 in GRADIENTS_IN_FP8:
@@ -291,6 +292,11 @@ def _agreements(
         yield from make(1, inputs, "forward")
         yield from make(1, inputs * again, "backward")
         yield from make(1, gradients, "backward")
+    elif fp8 == "nvfp4":
+        # of what lies apart, in rows and in columns
+        yield from make(2, 1, "forward")
+        yield from make(2, int(again), "backward")
+        yield from make(2, int(_is_reached(first)), "backward")
     elif fp8 == "rowwise":
         # of each token's features that lie apart, and of each feature's tokens for a weight gradient
         tokens = run.tokens.all

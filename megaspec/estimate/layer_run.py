@@ -3,12 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from typing import Literal, NamedTuple
 
 from megaspec.core.part_facts import Degrees, Element, Execution, Kept, Routing, Tokens, Width
+from megaspec.nn.fp8_facts import NUMBERS_OF_A_SCALE, VALUE_BYTES
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.parallelism.spec import ContextSpec, RecomputeSpec
-from megaspec.precision.spec import model_format
+from megaspec.precision.spec import fp8_recipe, model_format
 from megaspec.recipe import Recipe
 from megaspec_kernels.catalog import CATALOG, Requirement
 from megaspec_kernels.fp8_cast.padding import padded_rows
@@ -55,6 +57,8 @@ class LayerRun:
     execution: Execution
     width: int
     """Bytes of an activation in the model's format."""
+    fp8_recipe: str | None = None
+    """What shares a scale in fp8; None: no products take it."""
     gathers_tokens: bool = False
     """Every rank gets all tokens to look for those of its experts; otherwise those alone that chose them."""
 
@@ -80,10 +84,11 @@ class LayerRun:
         """Features of a token that this rank has."""
         return sum(width.on(self.degrees) for width in widths)
 
-    def bytes_of(self, element: Element, *, in_fp8: bool = False) -> int:
-        """Of one number: a product's factor in fp8 where products take it, statistics in fp32, indices in int64."""
+    def bytes_of(self, element: Element, *, in_fp8: bool = False) -> float:
+        """Of one number: a product's factor in fp8 where products take it, without its share of a scale; statistics in
+        fp32, indices in int64."""
         if element == "product" and in_fp8:
-            return 1
+            return VALUE_BYTES.get(self.fp8_recipe, 1)
         sizes = {"wide": self.wide, "product": self.width, "statistic": 4, "byte": 1, "index": 8}
         return sizes.get(element, self.width)
 
@@ -97,9 +102,23 @@ class LayerRun:
         each = self.bytes_of(kept.element, in_fp8=in_fp8)
         if in_fp8 and not self.execution.recomputed & set(kept.freed_by):
             each = self._bytes_of_input(kept, layer)
-        return kept.times * rows * self.on_rank(kept.features) * each
+        features = kept.times * self.on_rank(kept.features)
+        scales = 0
+        if in_fp8 and kept.element == "product":
+            # of all tokens: blocks may go across the borders of what ranks keep
+            scales = self.scale_bytes(self.tokens.all * features)
+        return ceil(rows * features * each) + scales
 
-    def _bytes_of_input(self, kept: Kept, layer: LayerFacts) -> int:
+    def scale_bytes(self, numbers: int) -> int:
+        """Of the scales of so many numbers in one layout of fp8, where they count."""
+        block = NUMBERS_OF_A_SCALE.get(self.fp8_recipe)
+        return 0 if block is None else ceil(numbers / block)
+
+    def fp8_bytes(self, numbers: int) -> int:
+        """Of so many numbers in one layout, and of their scales."""
+        return ceil(numbers * VALUE_BYTES.get(self.fp8_recipe, 1)) + self.scale_bytes(numbers)
+
+    def _bytes_of_input(self, kept: Kept, layer: LayerFacts) -> float:
         """Of one number that products in fp8 take: as they have quantised it, and as a part takes it that is computed
         again from it."""
         takers = [linear for linear in layer.linears if linear.input_kept == kept.what and linear.takes_fp8]
@@ -207,5 +226,6 @@ def layer_run(recipe: Recipe) -> LayerRun:
             seq_len=recipe.data.seq_len,
         ),
         width=BYTES.get(model_format(recipe.precision), 2),
+        fp8_recipe=fp8_recipe(recipe.precision),
         gathers_tokens=parallelism.dispatch == "all_gather",
     )

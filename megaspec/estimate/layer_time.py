@@ -52,14 +52,16 @@ ATTENTION_HOT = 1.28
 # of 1x128 and 128x128: 1297 of 1508 TFLOP/s on an H200 (8192 on each side, forward). Blackwell scales mxfp8 in its
 # tensor cores. Both formats, e4m3 and e5m2, run at one rate. With scales of rows and columns products take as long and
 # draw more: on two H200 the clock of steps of 8B was 27 and 32 MHz lower than with scales of tensors under the same
-# power, and steps took 1.015 and 1.012 times as long, which a share of products of about a half makes of this.
+# power, and steps took 1.015 and 1.012 times as long, which a share of products of about a half makes of this. nvfp4 by
+# NVIDIA's data sheets, of which nothing is measured: 9 PFLOP/s without sparsity for fp8's 4.5 (HGX B200), 10 for 5
+# (GB200 NVL72).
 FP8_COST = {
     "tensorwise": 1.0,
     "delayed": 1.0,
     "rowwise": 1.025,
     "blockwise": 1508 / 1297,
     "mxfp8": 1.0,
-    "nvfp4": 1.0,
+    "nvfp4": 0.5,
 }
 # Of weight gradients. Blockwise, both factors have blocks of 1x128: in profiled steps of 8B on one H200 they took 261
 # ms at 1,600 MHz, and with scales of whole tensors 182 ms at 1,511 MHz.

@@ -574,15 +574,15 @@ def _weights(recipe: Recipe, run: LayerRun, contents: StageContents, buckets: St
 
 
 def _fp8_weights(recipe: Recipe, run: LayerRun, contents: StageContents, buckets: StageBuckets) -> int:
-    """Copies of weights in fp8, a byte in each of two layouts: of all layers, or where weights are gathered for each
-    pass of a layer, of the one that runs. Where they are gathered in fp8, this rank's rows of all besides."""
+    """Copies of weights in fp8, with their scales, in each of two layouts: of all layers, or where weights are gathered
+    for each pass of a layer, of the one that runs. Where they are gathered in fp8, this rank's rows of all besides."""
     of_layers: list[int] = []
     if recipe.parallelism.dp_strategy not in ("fsdp", "hsdp"):
         for chunk in contents.chunks:
-            of_layers += [2 * layer.fp8_weights_on(run.degrees).total for layer in chunk]
+            of_layers += [2 * run.fp8_bytes(layer.fp8_weights_on(run.degrees).total) for layer in chunk]
         return sum(of_layers)
     for layers in buckets.units:
-        of_layers.append(sum(2 * layer.fp8_weights_on(run.degrees).total for layer in layers))
+        of_layers.append(sum(2 * run.fp8_bytes(layer.fp8_weights_on(run.degrees).total) for layer in layers))
     return max(of_layers, default=0) + buckets.all.in_fp8.shards.total
 
 

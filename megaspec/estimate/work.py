@@ -18,7 +18,7 @@ from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.nn.moe.facts import GATHERED
 from megaspec.parallelism.spec import ContextSpec
-from megaspec.precision.spec import fp8_recipe, may_write_fp8, model_format
+from megaspec.precision.spec import BLACKWELL_SM, fp8_recipe, may_write_fp8, model_format
 from megaspec.recipe import Recipe
 from megaspec_kernels.catalog import CATALOG
 
@@ -45,14 +45,30 @@ FLASH_FORWARD_COST = 629 / 320
 OWN_LENGTHS = ("cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "te")
 # Bytes that the cast to fp8 moves of a number in bf16, by recipe, in both layouts. delayed: one kernel reads it once
 # and writes it in both. blockwise: so does one that has whole blocks before it. tensorwise and rowwise: it is read
-# before, for the largest elements. mxfp8 and nvfp4 are planned alone.
-FP8_CAST = {"delayed": 4.0, "tensorwise": 6.0, "rowwise": 6.0, "blockwise": 4.0, "mxfp8": 4.0, "nvfp4": 4.0}
+# before, for the largest elements. mxfp8: one kernel as well, with a byte of scale for 32 numbers in each layout; by
+# what Transformer Engine's kernel is, not measured. nvfp4: half a byte and a byte of scale for 16 numbers, read for the
+# largest elements before.
+FP8_CAST = {
+    "delayed": 4.0,
+    "tensorwise": 6.0,
+    "rowwise": 6.0,
+    "blockwise": 4.0,
+    "mxfp8": 4.0 + 2 / 32,
+    "nvfp4": 5.0 + 2 / 16,
+}
 # The same where each layout is cast by itself, and rows and columns have scales of their own: both are read for their
 # largest elements, and once more.
 FP8_CAST_APART = FP8_CAST | {"rowwise": 10.0, "blockwise": 10.0}
 # The same in one layout alone, as a frozen weight has its input. With scales of blocks it is read for them before: the
 # one kernel that reads it once makes both layouts.
-FP8_CAST_ALONE = {"delayed": 3.0, "tensorwise": 5.0, "rowwise": 5.0, "blockwise": 5.0, "mxfp8": 3.0, "nvfp4": 3.0}
+FP8_CAST_ALONE = {
+    "delayed": 3.0,
+    "tensorwise": 5.0,
+    "rowwise": 5.0,
+    "blockwise": 5.0,
+    "mxfp8": 3.0 + 1 / 32,
+    "nvfp4": 4.5 + 1 / 16,
+}
 # Of a weight, whose scale is always that of its numbers; one of a square block is the same in both layouts.
 FP8_WEIGHT_CAST = FP8_CAST | {"delayed": 6.0, "blockwise": 6.0}
 # Of experts' rows, and of their matrices, once a step: with scales of lines columns are turned round in a pass more.
@@ -72,8 +88,8 @@ PLAIN_FP8_CAST = {
     "delayed": 111.0,
     "rowwise": 157.0,
     "blockwise": 182.0,
-    "mxfp8": 182.0,
-    "nvfp4": 182.0,
+    "mxfp8": 100.0,
+    "nvfp4": 298.0,
 }
 # In rows alone; columns are made of them, and turned round.
 PLAIN_FP8_CAST_OF_ROWS = {
@@ -81,8 +97,8 @@ PLAIN_FP8_CAST_OF_ROWS = {
     "delayed": 109.0,
     "rowwise": 77.5,
     "blockwise": 90.0,
-    "mxfp8": 90.0,
-    "nvfp4": 90.0,
+    "mxfp8": 50.0,
+    "nvfp4": 134.0,
 }
 # Of a factor in fp8 that is dequantised before it is multiplied: to fp32, and times its scale.
 DEQUANTISED = 13.0
@@ -625,19 +641,24 @@ def _casts(recipe: Recipe) -> _Casts:
     if recipe.kernels.linear == "te":
         both = FP8_CAST[name]
         rows = both - COLUMNS_BY_CAST
+        # made with rows in any case
+        columns = both
+        if name in BLACKWELL_SM:
+            rows = FP8_CAST_ALONE[name]
+        if name == "mxfp8":
+            columns = rows
         return _Casts(
             of_both=both,
             apart=both,
             of_rows=rows,
-            # made with rows in any case
-            of_columns=both,
+            of_columns=columns,
             of_tokens=_of_tokens(name, rows=rows, apart=both),
             of_weight=TE_WEIGHT_CAST[name],
             # it computes no experts
             of_group=0.0,
             of_group_weight=0.0,
         )
-    if recipe.kernels.fp8_cast == "reference":
+    if recipe.kernels.fp8_cast == "reference" or name in BLACKWELL_SM:
         plain = PLAIN_FP8_CAST[name]
         rows = PLAIN_FP8_CAST_OF_ROWS[name]
         return _Casts(
@@ -678,6 +699,8 @@ def is_dequantised(recipe: Recipe, product: Product) -> bool:
         return False
     if product.groups:
         return recipe.kernels.scaled_grouped == "reference"
+    if fp8_recipe(recipe.precision) in BLACKWELL_SM:
+        return True
     return recipe.kernels.scaled_product == "reference"
 
 

@@ -212,9 +212,9 @@ GROUPS = (
         Fate.LOST,
         "no such number format",
         """
-        --fp8-quantizer-factory text, --no-fp8-wgrad --disable-fp8-wgrad, --fp8-output-proj, --fp4-format text,
-        --fp4-param-gather, --te-precision-config-file text, --main-grads-dtype text = fp32,
-        --moe-dispatch-fwd-dtype text = bf16, --moe-combine-bwd-dtype text = bf16
+        --fp8-quantizer-factory text, --no-fp8-wgrad --disable-fp8-wgrad, --fp8-output-proj,
+        --fp4-quantizer-factory text, --fp4-param-gather, --te-precision-config-file text,
+        --main-grads-dtype text = fp32, --moe-dispatch-fwd-dtype text = bf16, --moe-combine-bwd-dtype text = bf16
         """,
     ),
     FlagGroup(
@@ -305,13 +305,6 @@ GROUPS = (
         """
         --mup-width-mult text, --mup-base-hidden-size text, --mup-embedding-mult text, --mup-output-mult text,
         --mup-base-head-dim text, --mup-attn-scale-power text
-        """,
-    ),
-    FlagGroup(
-        Fate.DETAIL,
-        "--fp4-format",
-        """
-        --fp4-recipe text, --fp4-quantizer-factory text
         """,
     ),
     FlagGroup(

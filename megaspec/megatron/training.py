@@ -382,8 +382,12 @@ def _weight_decay(draft: RecipeDraft, steps: int | None) -> None:
 
 def _precision(draft: RecipeDraft) -> None:
     """The number format of weights and products."""
+    if draft["--fp8-format"] is not None and draft["--fp4-format"] is not None:
+        draft.refuse("--fp4-format", "with --fp8-format; give one")
     if draft["--fp8-format"] is not None:
         return _fp8(draft)
+    if draft["--fp4-format"] is not None:
+        return _fp4(draft)
     if draft["--fp16"] and draft["--bf16"]:
         draft.refuse("--fp16", "with --bf16; give one")
     kind = "fp32"
@@ -428,6 +432,24 @@ def _fp8(draft: RecipeDraft) -> None:
     draft.put("precision.recipe", recipe, "--fp8-recipe", remark=remark)
     draft.put("precision.format", draft["--fp8-format"], "--fp8-format")
     _fp8_scales(draft, is_delayed=recipe == "delayed")
+    _layers_in_bf16(draft)
+    _fp8_gather(draft, recipe)
+
+
+def _fp4(draft: RecipeDraft) -> None:
+    remark = ""
+    if draft["--fp4-recipe"] == "custom":
+        draft.lose("--fp4-recipe", "what a quantizer factory makes can't be said")
+        remark = "in place of custom, which is lost"
+    if not draft["--bf16"]:
+        draft.lose("--fp4-format", "without --bf16; what is not fp4 is bf16 here")
+    draft.put("precision.kind", "fp8", "--fp4-format", "--bf16")
+    draft.put("precision.recipe", "nvfp4", "--fp4-recipe", "--fp4-format", remark=remark)
+    _layers_in_bf16(draft)
+
+
+def _layers_in_bf16(draft: RecipeDraft) -> None:
+    """Those at the ends, whose products take nothing narrower."""
     for name, key in (
         ("--num-layers-at-start-in-bf16", "first_layers_bf16"),
         ("--num-layers-at-end-in-bf16", "last_layers_bf16"),
@@ -437,7 +459,6 @@ def _fp8(draft: RecipeDraft) -> None:
         else:
             # without the switch Megatron has none
             draft.put(f"precision.{key}", 0, "--first-last-layers-bf16")
-    _fp8_gather(draft, recipe)
 
 
 def _fp8_gather(draft: RecipeDraft, recipe: str) -> None:

@@ -18,8 +18,10 @@ from megaspec.megatron.layout import translate_layout
 from megaspec.megatron.model import translate_model
 from megaspec.megatron.silent import tell_silent_changes
 from megaspec.megatron.training import translate_training
+from megaspec.precision.spec import BLACKWELL_SM, fp8_recipe
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
+from megaspec_kernels.catalog import packages_of
 
 _NEEDED = (
     ("--num-layers", "--encoder-num-layers"),
@@ -117,10 +119,11 @@ def check(text: str, sources: Mapping[str, str]) -> list[Problem]:
         try:
             recipe = compose(name, (), [folder]).recipe
             # only newer GPUs have the format
-            is_mxfp8 = getattr(recipe.precision, "recipe", None) == "mxfp8"
-            gpu, sm, gigabytes = _BLACKWELL if is_mxfp8 else _HOPPER
+            gpu, sm, gigabytes = _BLACKWELL if fp8_recipe(recipe.precision) in BLACKWELL_SM else _HOPPER
             ranks = recipe.launcher.ranks
-            target = Target(gpus=ranks, gpu=gpu, sm=sm, gpu_memory=gigabytes * 10**9, versions={"tensorboard": ""})
+            versions = {"tensorboard": ""}
+            versions |= dict.fromkeys(packages_of({}, fp8_recipe=fp8_recipe(recipe.precision)), "")
+            target = Target(gpus=ranks, gpu=gpu, sm=sm, gpu_memory=gigabytes * 10**9, versions=versions)
             vocabulary = _VOCABULARY if recipe.model.vocab_size == AUTO else None
             resolve(recipe, target, Facts(run_dir="runs/planned", vocab_size=vocabulary))
         except RecipeError as error:

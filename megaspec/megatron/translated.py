@@ -123,6 +123,8 @@ _PRECISION = """
 --hysteresis int = 2 -> precision.hysteresis
 --fp8-format e4m3|hybrid -> precision.format
 --fp8-recipe tensorwise|delayed|mxfp8|blockwise|custom = delayed -> precision.recipe
+--fp4-format e2m1 -> precision.recipe
+--fp4-recipe nvfp4|custom = nvfp4 -> precision.recipe
 --fp8-margin int = 0 -> precision.margin
 --fp8-amax-history-len int = 1 -> precision.amax_history
 --fp8-amax-compute-algo most_recent|max = most_recent -> precision.amax_history

@@ -8,7 +8,9 @@ dx = dy W     gradient in rows, weight in columns    sums over outputs
 dW = dyᵀ x    gradient in columns, input in columns  sums over tokens
 
 Which elements share a scale follows from the recipe (BLOCKS). Kept for the backward pass is the input in columns, a
-byte a number. Weights are quantised once for each update, in both layouts.
+byte a number. Weights are quantised once for each update, in both layouts. In columns values lie [K, M]; with mxfp8
+(fp8_mx.py), whose tensor cores take factors that lie along the other dimension, [M, K] as in rows, and with nvfp4
+(fp4.py) [K, M / 2], two numbers a byte.
 
 Note "Whole tensors". Where ranks hold parts of one tensor, a block that goes across them has the largest element of all
 of them: `Split` says which dimension of the layer's weight they divide, and `largest` asks the other ranks.
@@ -43,10 +45,10 @@ weight gradients are: see linear.py, note "Tickets".
 
 # M tokens, I inputs, O outputs; B sequences, T tokens
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -63,6 +65,9 @@ from megaspec_kernels.fp8_cast.formats import (
     scale_of,
     scale_shape,
 )
+from megaspec_kernels.linear.mxfp8 import BLOCK as MX_BLOCK
+from megaspec_kernels.linear.nvfp4 import BLOCK as FP4_BLOCK
+from megaspec_kernels.linear.nvfp4 import HEAD
 from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.registry import Fp8CastKernel, ScaledProductKernel
 
@@ -132,9 +137,9 @@ class Fp8Tensor(NamedTuple):
     """A matrix in fp8, in one layout."""
 
     values: Tensor
-    """[M, K] in rows, [K, M] in columns."""
+    """[M, K] in rows, [K, M] in columns; with mxfp8 [M, K] in both."""
     scale: Tensor
-    """Of its blocks, in the same layout: [m, k] or [k, m], in at least fp32."""
+    """Of its blocks, in the same layout: [m, k] or [k, m], in at least fp32; with mxfp8 [m, k] in both, in bytes."""
 
 
 class Fp8Pair(NamedTuple):
@@ -178,20 +183,21 @@ class Fp8Memory:
     """[2]: the largest elements that this rank saw in this step."""
     saturated: Tensor
     """int64 [1]: elements that were beyond the largest number of their format, of all layers."""
-    saturated_again: Tensor = field(init=False)
-    """int64 [1]: those of what the backward pass computes again. They are counted already: nobody reads it."""
+    not_counted: Tensor = field(init=False)
+    """int64 [1]: those that are counted elsewhere, before the backward pass computed them again or on another rank:
+    nobody reads it."""
     fresh: frozenset[Role] = frozenset(REMEMBERED)
     """Those of REMEMBERED of which no step has seen an element other than zero: scales are those of the tensors
     themselves."""
 
     def __post_init__(self) -> None:
-        self.saturated_again = torch.zeros_like(self.saturated)
+        self.not_counted = torch.zeros_like(self.saturated)
 
     def saturated_in(self, role: Role) -> Tensor:
         """What counts them now."""
         # an input that is quantised while a backward pass runs is computed again
         is_again = role == "input" and torch._C._current_graph_task_id() != -1
-        return self.saturated_again if is_again else self.saturated
+        return self.not_counted if is_again else self.saturated
 
 
 @dataclass
@@ -231,6 +237,10 @@ class Fp8Linear:
     """None: scales are not delayed."""
     of_tokens: frozenset[Role] = frozenset()
     """What ranks quantise before they gather it, each its own tokens: see note "Tokens"."""
+    group: Any = None
+    """The process group of those ranks, for kernels that ask it themselves."""
+    counts_alike: bool = True
+    """Whether it counts what saturates of what all ranks that hold parts of the layer have alike: one of them does."""
     gathered: Fp8Tensor | None = field(default=None, init=False)
     """The weight in rows, where ranks have gathered it in fp8: its own memory is empty then."""
     _weight: Fp8Pair | None = field(default=None, init=False)
@@ -268,7 +278,10 @@ class Fp8Linear:
         known = self._known.get(role)
         if known is None:
             return None
-        known = known._replace(saturated=self.memory.saturated_in(role))
+        saturated = self.memory.saturated_in(role)
+        if not self.counts_alike and not self.is_divided(role):
+            saturated = self.memory.not_counted
+        known = known._replace(saturated=saturated)
         if self.shared.is_recording:
             return known
         return known._replace(seen=None)
@@ -479,8 +492,11 @@ def fp8_forward(
     elif keeps:
         whole = layer.for_columns(x_MI, pair.rows)
         # a copy, also where it lies in one piece: the tokens of other ranks are not kept
-        kept = whole.values.view(x.shape).chunk(parts, 1)[part].clone(memory_format=torch.contiguous_format)
-        kept_scale = scale_in_columns(whole.scale, BLOCKS[recipe]["input"].columns)
+        by_tokens = whole.values.view(shape_of_parts(recipe, x.shape))
+        kept = by_tokens.chunk(parts, 1)[part].clone(memory_format=torch.contiguous_format)
+        kept_scale = whole.scale
+        if recipe in BLOCKS:
+            kept_scale = scale_in_columns(whole.scale, BLOCKS[recipe]["input"].columns)
     else:
         kept, kept_scale = _nothing(x)
     y_MO = layer.product(pair.rows, layer.weight(weight).rows, ("input", "weight"), along="rows", dtype=x.dtype)
@@ -495,11 +511,12 @@ def _(
     if not keeps:
         return y, *_nothing(x)
     shape = (x.numel() // x.shape[-1], x.shape[-1])
-    kept_shape = shape[::-1]
+    kept_shape = shape_in_columns(recipe, shape)
     if parts > 1:
-        kept_shape = (x.shape[0], x.shape[1] // parts, x.shape[2])
-    kept = x.new_empty(kept_shape, dtype=FORMATS["e4m3"])
-    return y, kept, _empty_scale(x, BLOCKS[recipe]["input"].columns, shape)
+        rows, tokens, *rest = shape_of_parts(recipe, x.shape)
+        kept_shape = (rows, tokens // parts, *rest)
+    kept = x.new_empty(kept_shape, dtype=values_dtype(recipe, "e4m3"))
+    return y, kept, _empty_scale(x, recipe, "input", shape)
 
 
 @operation("megaspec::fp8_forward_of")
@@ -558,6 +575,44 @@ def _(x: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
 def has_one_scale(recipe: str) -> bool:
     """Whether it is of a whole tensor: rows and columns are the same numbers."""
     return BLOCKS[recipe]["input"] == _TENSOR
+
+
+def shape_in_columns(recipe: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """Of the values of a matrix [M, K]: turned round, but with mxfp8; with nvfp4 two numbers are a byte."""
+    M, K = shape
+    if recipe == "mxfp8":
+        return M, K
+    if recipe == "nvfp4":
+        return K, _in_units(M) // 2
+    return K, M
+
+
+def shape_of_parts(recipe: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Of what is kept of an input [B, T, K] whose tokens ranks share out, of which each keeps a part of dimension 1."""
+    B, T, K = shape
+    if recipe == "nvfp4":
+        return K * B, T // 2
+    return B, T, K
+
+
+def values_dtype(recipe: str, form: str) -> torch.dtype:
+    """`form`: of fp8."""
+    return torch.uint8 if recipe == "nvfp4" else FORMATS[form]
+
+
+def columns_of_tokens(kept: Tensor, fp8: Fp8Use, n_in: int) -> Tensor:
+    """The parts of an input that ranks have kept, put together -> in columns. `n_in`: its features."""
+    if fp8.recipe == "nvfp4":
+        return kept.reshape(n_in, -1)
+    if fp8.recipe == "mxfp8":
+        # as bytes: they are not computed with
+        return kept.view(torch.uint8).flatten(0, -2).view(kept.dtype)
+    return fp8_columns(kept, fp8.ticket)
+
+
+def _in_units(tokens: int) -> int:
+    """With those that are put behind them."""
+    return -(-tokens // MX_BLOCK) * MX_BLOCK
 
 
 def carrier_of(like: Tensor, *shape: int) -> Tensor:
@@ -634,8 +689,8 @@ def _(
     if not needs_weight:
         return grad_x, *_nothing(grad_out)
     shape = (grad_out.numel() // grad_out.shape[-1], grad_out.shape[-1])
-    columns = grad_out.new_empty(shape[::-1], dtype=FORMATS[gradient_format])
-    return grad_x, columns, _empty_scale(grad_out, BLOCKS[recipe]["gradient"].columns, shape)
+    columns = grad_out.new_empty(shape_in_columns(recipe, shape), dtype=values_dtype(recipe, gradient_format))
+    return grad_x, columns, _empty_scale(grad_out, recipe, "gradient", shape)
 
 
 @operation("megaspec::fp8_backward_of")
@@ -666,7 +721,7 @@ def fp8_weight_gradient(
 
 @fake_of(fp8_weight_gradient)
 def _(grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, like: Tensor, ticket: Tensor) -> Tensor:
-    return like.new_empty(grad_OM.shape[0], x_IM.shape[0])
+    return like.new_empty(like.shape)
 
 
 def weight_gradient_of(
@@ -704,7 +759,13 @@ def scale_in_columns(scale_mk: Tensor, block: Block) -> Tensor:
     return scale_mk.t().contiguous()
 
 
-def _empty_scale(like: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
+def _empty_scale(like: Tensor, recipe: str, role: Role, shape: tuple[int, int]) -> Tensor:
     """Of a matrix in columns."""
+    if recipe == "mxfp8":
+        return like.new_empty(scale_shape((MX_BLOCK, 1), shape), dtype=torch.uint8)
+    if recipe == "nvfp4":
+        M, K = shape
+        return like.new_empty(HEAD + K * _in_units(M) // FP4_BLOCK, dtype=torch.uint8)
+    block = BLOCKS[recipe][role].columns
     wide = torch.promote_types(like.dtype, torch.float32)
     return scale_in_columns(like.new_empty(scale_shape(block, shape), dtype=wide), block)

@@ -29,7 +29,8 @@ from megaspec.nn.fp8 import (
     scale_in_columns,
 )
 from megaspec_kernels.linear import te_fp8
-from megaspec_kernels.linear.te_fp8 import Cast, Factor, Scales
+from megaspec_kernels.linear.factors import Cast, Factor, Layout
+from megaspec_kernels.linear.te_fp8 import Scales
 
 TeRecipe = Literal["tensorwise", "delayed", "blockwise"]
 
@@ -42,7 +43,7 @@ SCALES: dict[TeRecipe, dict[Role, Scales]] = {
 }
 """Its recipes: current scaling, delayed scaling, block scaling."""
 # Of the products of a layer, see the note "Layouts" in te.py.
-_LAYOUTS: dict[tuple[Role, Role], Literal["TN", "NN", "NT"]] = {
+LAYOUTS: dict[tuple[Role, Role], Layout] = {
     ("input", "weight"): "TN",
     ("gradient", "weight"): "NN",
     ("gradient", "input"): "NT",
@@ -129,7 +130,7 @@ class TeFp8Linear(Fp8Linear):
         overwrite: bool = False,
     ) -> Tensor:
         """See Fp8Linear. The product itself adds."""
-        layout = _LAYOUTS[roles]
+        layout = LAYOUTS[roles]
         # its first factor is our second one
         of_b, of_a = roles[1], roles[0]
         return te_fp8.product(

@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from megaspec.core import counted
 from megaspec.nn.attention.module import Attention
 from megaspec.nn.decoder import Decoder
+from megaspec.nn.fp4 import Fp4Form, Fp4Linear
 from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Role, Split
 from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8
+from megaspec.nn.fp8_mx import MxFp8Form, MxFp8Linear
 from megaspec.nn.fp8_producers import Producer
 from megaspec.nn.fp8_te import TeFp8Form, TeFp8Linear
+from megaspec.nn.hashing import key_of
 from megaspec.nn.layer.module import Layer
 from megaspec.nn.linear import Linear
 from megaspec.nn.mlp.module import Gated
@@ -40,7 +43,13 @@ from megaspec.parallelism.tensor import ColumnParallelLinear, RowParallelLinear
 from megaspec_kernels.fp8_cast.formats import scale_of
 from megaspec_kernels.registry import ScaledGroupedKernel
 
-LAYERS: dict[type[Fp8Form | TeFp8Form], type[Fp8Linear]] = {Fp8Form: Fp8Linear, TeFp8Form: TeFp8Linear}
+AnyForm = Fp8Form | TeFp8Form | MxFp8Form | Fp4Form
+LAYERS: dict[type[AnyForm], type[Fp8Linear]] = {
+    Fp8Form: Fp8Linear,
+    TeFp8Form: TeFp8Linear,
+    MxFp8Form: MxFp8Linear,
+    Fp4Form: Fp4Linear,
+}
 """What computes a layer, by the form of the model's. Experts have one of their own."""
 
 
@@ -50,17 +59,19 @@ class Fp8:
     def __init__(
         self,
         mesh: Mesh,
-        form: Fp8Form | TeFp8Form | None,
+        form: AnyForm | None,
         *,
         names: Mapping[int, Sequence[str]],
         history: int,
         grouped: ScaledGroupedKernel,
         recomputed: frozenset[str] = frozenset(),
         gathers: bool = False,
+        seed: int = 0,
     ):
         """`form`: None: another precision. `names`: of each layer that computes in fp8, by its number, those of its
         linears. `history`: steps that delayed scales look back. `grouped`: products of experts. `recomputed`: parts of
-        each layer that are computed again by themselves. `gathers`: sharded weights are gathered in fp8."""
+        each layer that are computed again by themselves. `gathers`: sharded weights are gathered in fp8. `seed`: of the
+        run, for what is rounded at random."""
         self._mesh = mesh
         self._form = form
         self._names = names
@@ -68,6 +79,8 @@ class Fp8:
         self._recomputed = recomputed
         self._grouped = grouped
         self._shared = Fp8Shared()
+        self._seed = seed
+        self._steps = 0
         self.linears: dict[str, Fp8Linear] = {}
         """By global name of the weight."""
         self._gathers = gathers
@@ -150,7 +163,12 @@ class Fp8:
     def _parts_over(self, split: Split, group: dist.ProcessGroup | None) -> dict[str, object]:
         if split == "none":
             return {"split": split}
-        return {"split": split, "largest": lambda amax: wait(all_reduce_max(amax, group))}
+        return {
+            "split": split,
+            "largest": lambda amax: wait(all_reduce_max(amax, group)),
+            "group": group,
+            "counts_alike": group is None or dist.get_rank(group) == 0,
+        }
 
     @property
     def gather(self) -> Fp8Gather | None:
@@ -168,8 +186,10 @@ class Fp8:
                 self.linears[name].forget_weight()
 
     @torch.no_grad()
-    def start_step(self) -> None:
-        """Call before the first forward pass of a training step."""
+    def start_step(self, step: int = 0) -> None:
+        """Call before the first forward pass of a training step. `step`: its number; 0: nobody counts them."""
+        if isinstance(self._form, Fp4Form) and self._form.rounding == "stochastic":
+            self._set_draws(step)
         if not self.is_delayed:
             return
         self._shared.is_recording = True
@@ -177,6 +197,21 @@ class Fp8:
         self._seen.zero_()
         self.saturated.zero_()
         self._set_scales()
+
+    def _set_draws(self, step: int) -> None:
+        """What rounds at random in a step depends on the seed, the step and which tokens and layers a rank has: so a
+        step is the same when it is computed again, and behind a checkpoint. Of what tensor-parallel ranks all have they
+        round alike."""
+        self._steps += 1
+        place = [str(self._mesh.index(axis)) for axis in ("pp", "dp", "cp")]
+        name = f"fp4 step {step}" if step else f"fp4 call {self._steps}"
+        key = key_of(self._seed, f"{name} of {' '.join(place)}")
+        device = self._mesh.device
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            torch.cuda.default_generators[index].manual_seed(key)
+        elif device.type == "cpu":
+            torch.default_generator.manual_seed(key)
 
     @torch.no_grad()
     def start_evaluation(self) -> None:

@@ -12,6 +12,7 @@ from megaspec.nn.fp8 import (
     Fp8Input,
     Fp8Slots,
     Fp8Use,
+    columns_of_tokens,
     fp8_backward,
     fp8_backward_of,
     fp8_columns,
@@ -116,7 +117,7 @@ class Fp8ColumnLinearOp(torch.autograd.Function):
         grad_weight = None
         if needs_weight:
             if gathers:
-                kept = fp8_columns(wait_sequence(gathering).view(kept.dtype), fp8.ticket)
+                kept = columns_of_tokens(wait_sequence(gathering).view(kept.dtype), fp8, weight.shape[1])
             factors = Fp8Factors(grad_OM, grad_scale, kept, kept_scale)
             grad_weight = fp8_weight_gradient_into(ctx.main_grad, fp8.ticket, factors, weight)
         grad_bias = bias_gradient(grad_out) if needs_bias else None

@@ -14,6 +14,7 @@ from megaspec.estimate.step_time import exposed_collectives, step_time
 from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.estimate.topology import topology_of
 from megaspec.parallelism.spec import RecomputeSpec
+from megaspec.precision.spec import BLACKWELL_SM, fp8_recipe
 from megaspec.recipe import Recipe
 from megaspec.rules.kernel_use import attention_use_of
 from megaspec.search.changes import within_a_node
@@ -36,6 +37,7 @@ class Hint(Frozen):
 def hints(spec: Spec, hardware: Hardware, throughput: MeasuredThroughput, *, seconds: float) -> tuple[Hint, ...]:
     """Of a resolved recipe on such GPUs, whose step takes `seconds`."""
     return (
+        *_never_run(spec),
         *_unmeasured_attention(spec, hardware, throughput),
         *_attention_dropout(spec, hardware, throughput, seconds),
         *_wide_tp(spec, hardware, throughput, seconds),
@@ -74,6 +76,21 @@ def _checks(spec: Spec, hardware: Hardware, seconds: float) -> Iterator[Hint]:
         overrides.append(f"{key}.recompute=0")
     if told:
         yield Hint(key=key, text=f"{key} {', '.join(told)}", overrides=tuple(overrides))
+
+
+def _never_run(spec: Spec) -> Iterator[Hint]:
+    """What no GPU has run yet, by its recipe."""
+    recipe = fp8_recipe(spec.precision)
+    if recipe not in BLACKWELL_SM:
+        return
+    key = "precision.recipe"
+    times = "those of fp8's products"
+    if recipe == "nvfp4":
+        times += " halved, as data sheets have it"
+    text = f"{key}={recipe} was tested on CPUs and has run on no GPU: its times are {times}, and of the"
+    text += " bytes that casts move; train holds Transformer Engine's casts and products to the definition before the"
+    text += f" first step, and stops where they differ; {key}=tensorwise has run on H200"
+    yield Hint(key=key, text=text, overrides=(f"{key}=tensorwise",))
 
 
 def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughput, seconds: float) -> Iterator[Hint]:

@@ -13,6 +13,11 @@ from megaspec.core.frozen import Auto, Frozen, NonNegativeInt, PositiveFloat, Po
 _MOST_MARGIN = 13
 
 
+BLACKWELL_SM = {"mxfp8": (100, 119), "nvfp4": (100, 119)}
+"""Recipes of fp8 whose products Blackwell's tensor cores alone have, and the compute capabilities of GPUs that have all
+three: from the first to the last. Transformer Engine 2.20 has them up to there."""
+
+
 class PlainPrecision(Frozen):
     """One format for weights and activations, no loss scale."""
 
@@ -47,10 +52,17 @@ class Fp8Precision(Frozen):
     of the steps before. rowwise: a token or an output channel; for the weight gradient a feature over all tokens. What
     an expert takes is a tensor of its own; delayed, the tokens of all experts of a layer are one. Grouped products have
     no scales of blocks.
-    blockwise: 1x128 of inputs, 128x128 of weights (Hopper). mxfp8, nvfp4: 32 and 16 numbers (Blackwell)."""
+    blockwise: 1x128 of inputs, 128x128 of weights (Hopper). mxfp8: 32 numbers along which a product sums (OCP
+    Microscaling Formats 1.0), by Transformer Engine (Blackwell). nvfp4: 16 numbers in e2m1, 16x16 of weights, and a
+    tensor; what weight gradients sum over is rotated (arXiv 2509.25149), by Transformer Engine (Blackwell)."""
     format: Auto[Literal["hybrid", "e4m3"]] = "auto"
     """hybrid: e4m3 forward, e5m2 for gradients of outputs; those of experts' outputs are e4m3, which grouped products
-    take alone. e4m3: everywhere. auto: hybrid with scales of tensors, which need its range, else e4m3."""
+    take alone; not with blockwise. e4m3: everywhere. auto: hybrid with scales of tensors, which need its range, else
+    e4m3."""
+    gradient_rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Of gradients of outputs, of nvfp4 alone. stochastic, as its recipe has it: at random to one of both neighbours,
+    so that what is lost is zero in the mean. Ranks draw numbers of their own, so that in another layout other
+    gradients are rounded up. nearest: for proofs."""
     amax_history: Annotated[PositiveInt, Field(le=2**16)] = 1024
     """Steps that delayed scales look back: they fit the largest element of all of them."""
     margin: Annotated[NonNegativeInt, Field(le=_MOST_MARGIN)] = 0

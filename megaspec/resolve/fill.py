@@ -36,7 +36,7 @@ from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.spec import Decision
-from megaspec_kernels.catalog import CATALOG, HALF, IDLE_BESIDE_TE, PACKAGES, Use, choose, unmet
+from megaspec_kernels.catalog import CATALOG, HALF, IDLE_BESIDE_LINEAR, PACKAGES, Use, casts_itself, choose, unmet
 
 MICRO_BATCH_TOKENS = 8192
 # Tokens of a micro batch · d_model², from which on a GPU takes longer for a compiled layer than the host does for
@@ -521,8 +521,8 @@ def kernels(draft: ResolverDraft) -> None:
                 reason = _first_of_the_catalog(use)
             if best == "sdpa" and device == "cuda" and use.deterministic:
                 reason += ", FlashAttention-2 with train.deterministic=true"
-        if operation in IDLE_BESIDE_TE and use.fp8_recipe is not None and draft["kernels.linear"] == "te":
-            reason = "not used: kernels.linear=te casts and multiplies itself"
+        if operation in IDLE_BESIDE_LINEAR and casts_itself(draft["kernels.linear"], use.fp8_recipe):
+            reason = f"not used: kernels.linear={draft['kernels.linear']} casts and multiplies itself"
         chosen = CATALOG[operation].implementations[best]
         if chosen.skips_hidden:
             reason += ", leaves out what windows, chunks or documents hide"

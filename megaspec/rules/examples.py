@@ -412,6 +412,12 @@ _MODEL = {
         "kernels.linear",
         target=H200_WITH_TE,
     ),
+    "te-blackwell": Example(
+        (_FP8, "precision.recipe=mxfp8", "kernels.linear=torch"),
+        ("kernels.linear=te",),
+        "kernels.linear",
+        target=B200_WITH_TE,
+    ),
     "te-fp8-gpu": Example(
         (_FP8, "precision.recipe=delayed", "kernels.linear=te"),
         ("kernels.linear=torch",),
@@ -442,6 +448,11 @@ _UNREAD = {
     "unread-history": Example(
         (_FP8, "precision.amax_history=16"), ("precision.recipe=delayed",), "precision.amax_history", target=H200
     ),
+    "unread-rounding": Example(
+        (_FP8, "precision.gradient_rounding=nearest"),
+        ("precision.recipe=nvfp4", "model.d_ffn=512"),
+        "precision.gradient_rounding",
+    ),
     "unread-margin": Example(
         (_FP8, "precision.margin=1"), ("precision.recipe=delayed",), "precision.margin", target=H200
     ),
@@ -461,6 +472,21 @@ _UNREAD = {
 }
 _PRECISION = {
     "precision-gpu": Example(("precision.kind=bf16",), ("precision.kind=fp16",), "precision.kind", target=V100),
+    "fp4-bytes": Example(
+        (
+            _FP8,
+            "precision.recipe=nvfp4",
+            "model.d_ffn=512",
+            "model.n_kv_heads=4",
+            _TP2,
+            "data.seq_len=34",
+            "train.micro_batch=16",
+            "train.global_batch=16",
+            "parallelism.sequence_parallel=true",
+        ),
+        ("data.seq_len=36", "parallelism.sequence_parallel=false", "train.micro_batch=8"),
+        "data.seq_len",
+    ),
     "fp8-gpu": Example((_FP8,), ("precision.kind=bf16",), "precision.kind", target=A100),
     "fp8-experts": Example(
         (_FP8, _moe(), "precision.recipe=blockwise", *_WIDE),

@@ -5,11 +5,10 @@ from dataclasses import replace
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.core.units import counted
-from megaspec.precision.spec import Fp8Precision, fp8_recipe
+from megaspec.precision.spec import BLACKWELL_SM, Fp8Precision, fp8_recipe
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import attention_use_of
 from megaspec.rules.precision_rules import fp8_runs_on_the_gpu
-from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
 from megaspec.rules.ways import Way, way_out
 from megaspec_kernels.catalog import CATALOG, Use, choose, unmet, why_no_lines
 
@@ -114,15 +113,37 @@ def cross_entropy_kernel_runs(case: Case) -> Problem | None:
 
 def linear_kernel_runs(case: Case) -> Problem | None:
     """The implementation of linear layers' products runs on the target, in the model's format."""
+    if case.target.device == "cuda" and fp8_recipe(case.recipe.precision) in BLACKWELL_SM:
+        # the next rule's
+        return None
+    return _kernel(case, "linear")
+
+
+def blackwell_recipes_are_computed_by_te(case: Case) -> Problem | None:
+    """On a GPU that has tensor cores for mxfp8 and nvfp4 Transformer Engine alone asks for them: kernels.linear=te."""
     recipe = fp8_recipe(case.recipe.precision)
-    if case.recipe.kernels.linear != "te" or case.target.device != "cuda" or recipe not in BLACKWELL_RECIPES:
-        return _kernel(case, "linear")
-    if case.target.sm < _BLACKWELL:
+    if recipe not in BLACKWELL_SM or case.target.device != "cuda":
+        return None
+    first, last = BLACKWELL_SM[recipe]
+    if not first <= case.target.sm <= last:
         # the rule of the recipe says so
         return None
-    # another kernel alone would be planned, and refused by train
-    text = f"precision.recipe={recipe} {NEEDS_BLACKWELL}, with kernels.linear=te no more than with torch"
-    return Problem("precision.recipe", f"{text}; set precision.recipe=tensorwise and kernels.linear=torch")
+    key = "kernels.linear"
+    linear = case.recipe.kernels.linear
+    use = case.kernel_use
+    lacks = unmet("linear", "te", device="cuda", sm=case.target.sm, use=use, packages=case.target.versions)
+    other = "precision.recipe=tensorwise and kernels.linear=torch"
+    if linear == "te":
+        if lacks is None:
+            return None
+        return Problem(key, f"{key}=te {lacks}; set {other}")
+    if linear == "torch":
+        return Problem(key, f"{key}=torch takes precision.recipe={recipe} on CPUs alone; set {key}=te, or {other}")
+    if key not in case.decided:
+        # the reference, which was chosen
+        return None
+    text = f"{key}=auto has no kernel for precision.recipe={recipe}: te {lacks}; set precision.recipe=tensorwise,"
+    return Problem(key, f"{text} or {key}=reference, which multiplies in fp32, slower than bf16")
 
 
 def te_casts_run_on_the_gpu(case: Case) -> Problem | None:

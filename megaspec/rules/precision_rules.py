@@ -9,9 +9,8 @@ from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
 from megaspec.core.units import counted
 from megaspec.optim.spec import AdamWSpec
-from megaspec.precision.spec import Fp8Precision
+from megaspec.precision.spec import BLACKWELL_SM, Fp8Precision, fp8_recipe
 from megaspec.rules.case import Case
-from megaspec.rules.unbuilt import BLACKWELL_RECIPES, NEEDS_BLACKWELL
 from megaspec.rules.ways import Way, way_out
 
 # The first compute capability whose tensor cores take bf16.
@@ -22,15 +21,13 @@ _FP8_SM = {
     "delayed": (89, 999),
     "rowwise": (89, 999),
     "blockwise": (90, 99),
-    "mxfp8": (100, 999),
-    "nvfp4": (100, 999),
+    **BLACKWELL_SM,
 }
 # What each side of an fp8 matrix product is a multiple of: numbers that the tensor cores take at a time, and blocks
 # that share a scale, so that they are the same however ranks divide a matrix.
 _FP8_UNIT = {"tensorwise": 16, "delayed": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 32}
-# Recipes whose products of blocks torch has in e4m3 alone.
-_ONLY_E4M3 = ("blockwise", "mxfp8", "nvfp4")
-_TRAINED = tuple(name for name in _FP8_SM if name not in BLACKWELL_RECIPES)
+# Recipes whose products of blocks there are in e4m3 alone.
+_ONLY_E4M3 = ("blockwise", "nvfp4")
 # Recipes whose scales a grouped product takes: of rows, or of something that rows lie in.
 _OF_TENSORS = ("tensorwise", "delayed")
 _OF_ROWS = ("tensorwise", "delayed", "rowwise")
@@ -76,12 +73,11 @@ def fp8_runs_on_the_gpu(case: Case) -> Problem | None:
         text = f"precision.kind=fp8 needs sm{least}, this GPU is sm{sm}; set precision={best}"
         return Problem("precision.kind", text)
     needs = f"needs Hopper (sm{first})"
-    if precision.recipe in BLACKWELL_RECIPES:
-        needs = NEEDS_BLACKWELL
+    if precision.recipe in BLACKWELL_SM:
+        needs = f"needs Blackwell (sm{first} to sm{last})"
     elif sm < first:
         needs = f"needs sm{first}"
-    # not those that are planned alone
-    runs = one_of([name for name in _TRAINED if _FP8_SM[name][0] <= sm <= _FP8_SM[name][1]])
+    runs = one_of([name for name, (least, most) in _FP8_SM.items() if least <= sm <= most])
     text = f"precision.recipe={precision.recipe} {needs}, this GPU is sm{sm}; set precision.recipe={runs}"
     return Problem("precision.recipe", text)
 
@@ -157,8 +153,8 @@ def fp8_gathers_sharded_weights(case: Case) -> Problem | None:
     lacks: list[tuple[str, str, str]] = []
     # what no strategy mends comes first
     if case.recipe.kernels.linear == "te":
-        needs = "products that take weights as they arrive in fp8"
-        lacks.append((needs, "kernels.linear is te", "kernels.linear=torch"))
+        needs = "kernels.linear=torch, which takes weights that arrive in fp8"
+        lacks.append((needs, "and it is te", "kernels.linear=torch"))
     if precision.recipe not in _OF_TENSORS:
         is_now = f"precision.recipe is {precision.recipe}"
         lacks.append(("scales of whole tensors", is_now, f"precision.recipe={one_of(_OF_TENSORS)}"))
@@ -174,7 +170,7 @@ def fp8_gathers_sharded_weights(case: Case) -> Problem | None:
 
 
 def fp8_products_have_whole_tiles(case: Case) -> Problem | None:
-    """Every side of an fp8 matrix product on a rank is a multiple of 16, with mxfp8 of 32, blockwise of 128."""
+    """Every side of an fp8 product on a rank is a multiple of 16, with mxfp8 and nvfp4 of 32, blockwise of 128."""
     precision = case.recipe.precision
     if not isinstance(precision, Fp8Precision):
         return None
@@ -185,6 +181,24 @@ def fp8_products_have_whole_tiles(case: Case) -> Problem | None:
         if rest == 0 and size % unit != 0:
             return _uneven_tiles(case, side, unit)
     return None
+
+
+def fp4_ranks_keep_whole_bytes(case: Case) -> Problem | None:
+    """With nvfp4 ranks that share sequences out keep an even number of tokens of each: two numbers are a byte."""
+    recipe = case.recipe
+    parallelism = recipe.parallelism
+    if fp8_recipe(recipe.precision) != "nvfp4" or not parallelism.sequence_parallel:
+        return None
+    ranks = parallelism.cp * parallelism.tp
+    seq_len = recipe.data.seq_len
+    tokens, rest = divmod(seq_len, ranks)
+    # a rest is told by the rule of the degree that leaves it
+    if rest or tokens % 2 == 0:
+        return None
+    text = f"data.seq_len={seq_len} / (parallelism.cp={parallelism.cp} · parallelism.tp={parallelism.tp}) = {tokens}"
+    text += " tokens must be even with precision.recipe=nvfp4 and parallelism.sequence_parallel=true"
+    way = way_out(case, Way("data.seq_len", multiples(seq_len, 2 * ranks), seq_len, most=2))
+    return Problem("data.seq_len", f"{text}; {way}, or parallelism.sequence_parallel=false")
 
 
 def _uneven_tiles(case: Case, side: _GemmSide, unit: int) -> Problem:

@@ -28,23 +28,8 @@ class Unbuilt:
     """Empty: the switch is set to `off`."""
 
 
-BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
-"""Of precision.recipe, those whose products older tensor cores do not have."""
-NEEDS_BLACKWELL = "needs Blackwell (sm100) and is not built, as nobody could run it"
-"""What is true of them on every machine."""
-
 _LATENT = tuple(f"model.attention.{name}" for name in ("q_rank", "kv_rank", "d_nope", "d_rope", "d_value"))
-UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("latent attention", "model.attention.kind", "gqa", _LATENT),
-    Unbuilt(
-        f"fp8 in blocks of 32 and 16, which {NEEDS_BLACKWELL},",
-        "precision.recipe",
-        None,
-        (),
-        values=BLACKWELL_RECIPES,
-        way_out="set precision.recipe=tensorwise",
-    ),
-)
+UNBUILT: tuple[Unbuilt, ...] = (Unbuilt("latent attention", "model.attention.kind", "gqa", _LATENT),)
 
 
 def feature_of(switch: str) -> str:

@@ -13,6 +13,7 @@ from megaspec.core.problems import show
 from megaspec.data.urls import all_url_places, url_places
 from megaspec.precision.spec import fp8_recipe
 from megaspec.recipe import Recipe
+from megaspec_kernels.catalog import casts_itself
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ def _asks_for_linear(recipe: Recipe) -> bool:
     # of `torch` fp8 reads that it is not te
     if precision.kind != "fp8" or recipe.kernels.linear != "reference":
         return True
+    if casts_itself(recipe.kernels.linear, precision.recipe):
+        return True
     if len(precision.layers(model.n_layers)) < model.n_layers:
         return True
     for layer in model.facts.kinds:
@@ -123,6 +126,14 @@ _CASTS_APART = Need(
     "kernels.linear={value} casts and multiplies itself",
     "kernels.linear=torch",
 )
+_CASTS_OF_ANY = Need(
+    ("precision.recipe",),
+    lambda recipe: (
+        recipe.kernels.linear == "te" or not casts_itself(recipe.kernels.linear, fp8_recipe(recipe.precision))
+    ),
+    "kernels.linear casts and multiplies itself with precision.recipe={value}",
+    "precision.recipe=tensorwise",
+)
 _GATE = Need(
     ("model.mlp.kind",),
     lambda recipe: recipe.model.mlp.kind != "plain",
@@ -154,6 +165,12 @@ _DELAYED = Need(
     lambda recipe: fp8_recipe(recipe.precision) in (None, "delayed"),
     "precision.recipe={value} fits scales to the elements at hand",
     "precision.recipe=delayed",
+)
+_ROUNDS = Need(
+    ("precision.recipe",),
+    lambda recipe: fp8_recipe(recipe.precision) in (None, "nvfp4"),
+    "precision.recipe={value} rounds gradients to nearest",
+    "precision.recipe=nvfp4",
 )
 LAYER_BY_LAYER = "parallelism.dp_strategy={value} reduces layer by layer"
 """Of a data-parallel strategy, why it reads no size of buckets."""
@@ -193,12 +210,13 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kernels.unpermute": (_EXPERTS,),
     "kernels.gated": (_GATE,),
     "kernels.rope": (_ROTATION,),
-    "kernels.fp8_cast": (_FP8, _CASTS_APART),
-    "kernels.scaled_product": (_FP8, _CASTS_APART),
+    "kernels.fp8_cast": (_FP8, _CASTS_APART, _CASTS_OF_ANY),
+    "kernels.scaled_product": (_FP8, _CASTS_APART, _CASTS_OF_ANY),
     "kernels.scaled_grouped": (_FP8, _EXPERTS),
     "kernels.adamw": (_ADAMW,),
     "precision.amax_history": (_DELAYED,),
     "precision.margin": (_DELAYED,),
+    "precision.gradient_rounding": (_ROUNDS,),
     "parallelism.bucket_mb": (_BUCKETS,),
     "data.download_dir": (_URL,),
 }

@@ -66,6 +66,11 @@ def margins_are_of_delayed_scales(case: Case) -> Problem | None:
     return _unread(case, "precision.margin")
 
 
+def roundings_are_of_nvfp4(case: Case) -> Problem | None:
+    """How gradients are rounded is said with nvfp4: others round them to nearest."""
+    return _unread(case, "precision.gradient_rounding")
+
+
 def buckets_are_of_replicated_weights(case: Case) -> Problem | None:
     """A size of gradient buckets is given where gradients are reduced in buckets."""
     return _unread(case, "parallelism.bucket_mb")

@@ -18,7 +18,9 @@ from megaspec.core.layout import Layout
 from megaspec.core.problems import show
 from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder, fill_buffers
-from megaspec.nn.fp8 import Fp8Form
+from megaspec.nn.fp4 import Fp4Form
+from megaspec.nn.fp8 import FORMATS, Fp8Form
+from megaspec.nn.fp8_mx import MxFp8Form
 from megaspec.nn.fp8_te import TeFp8Form
 from megaspec.nn.init import initial_value, start_weights
 from megaspec.nn.linear import COMPILED, COMPILED_FOR_LATER
@@ -30,7 +32,7 @@ from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.context import ContextParallel
 from megaspec.parallelism.data_parallel import DataParallel, Sharing
 from megaspec.parallelism.expert import ExpertParallel
-from megaspec.parallelism.fp8 import Fp8
+from megaspec.parallelism.fp8 import AnyForm, Fp8
 from megaspec.parallelism.heads import whole_sequence_heads
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.offload import Offload
@@ -41,7 +43,7 @@ from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.parallelism.stages import first_trained_stage, stages_of
 from megaspec.parallelism.tensor import TensorParallel, use_products
 from megaspec.parallelism.whole_matrices import MatrixUpdates
-from megaspec.precision.spec import Fp8Precision, model_format
+from megaspec.precision.spec import BLACKWELL_SM, Fp8Precision, fp8_recipe, model_format
 from megaspec.recipe import ModelSpec
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.runtime.plugins import loaded_builders
@@ -54,6 +56,7 @@ from megaspec_kernels.attention import te as te_attention
 from megaspec_kernels.attention.packages import MODULES as ATTENTION_MODULES
 from megaspec_kernels.attention.packages import require
 from megaspec_kernels.catalog import CATALOG
+from megaspec_kernels.linear import mxfp8_check, nvfp4_check
 from megaspec_kernels.registry import Kernels, LinearKernel, kernels_of
 from megaspec_kernels.scaled_product import cublaslt
 
@@ -302,8 +305,15 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
     names = {}
     for number in precision.layers(spec.model.n_layers):
         names[number] = [linear.name for linear in model.layers[number].linears if linear.takes_fp8]
-    form: Fp8Form | TeFp8Form
+    form: AnyForm
     gradient_format = "e5m2" if precision.format == "hybrid" else "e4m3"
+    if precision.recipe == "mxfp8":
+        form = MxFp8Form(gradient_format, kernels.linear.mxfp8)
+        return Fp8(mesh, form, names=names, history=precision.amax_history, grouped=kernels.scaled_grouped)
+    if precision.recipe == "nvfp4":
+        form = Fp4Form(precision.gradient_rounding, kernels.linear.nvfp4)
+        history = precision.amax_history
+        return Fp8(mesh, form, names=names, history=history, grouped=kernels.scaled_grouped, seed=spec.train.seed)
     if spec.kernels.linear == "te":
         form = TeFp8Form(precision.recipe, gradient_format, precision.margin)
         return Fp8(mesh, form, names=names, history=precision.amax_history, grouped=kernels.scaled_grouped)
@@ -445,6 +455,7 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> TrainS
     _set_determinism(spec)
     _refuse_missing(spec, device=mesh.device)
     _refuse_attention(spec, device=mesh.device)
+    _refuse_other_blocks(spec, device=mesh.device)
     position = position or Position(mesh.device)
     split = build_split_model(spec, mesh=mesh)
     strategies = split.strategies
@@ -601,6 +612,28 @@ def _refuse_missing(spec: Spec, *, device: torch.device) -> None:
         other = "torch" if name == "linear" else "auto"
         problems.append(Problem(key, f"{key}=te {why}, or set {key}={other}", code=f"kernel-{name}"))
     raise RecipeError(problems)
+
+
+def _refuse_other_blocks(spec: Spec, *, device: torch.device) -> None:
+    """RecipeError where Transformer Engine's casts and products in MXFP8 and NVFP4 are others than mxfp8.py and
+    nvfp4.py say. No test has seen them run: what would train wrongly is told before it trains."""
+    recipe = fp8_recipe(spec.precision)
+    if recipe not in BLACKWELL_SM or spec.kernels.linear != "te" or device.type == "meta":
+        return
+    if recipe == "mxfp8":
+        gradient_format = "e5m2" if spec.precision.format == "hybrid" else "e4m3"
+        differs = mxfp8_check.difference(device, FORMATS[gradient_format])
+    else:
+        differs = nvfp4_check.difference(device, spec.precision.gradient_rounding)
+    if differs is None:
+        return
+    where = device.type
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    text = f"precision.recipe={recipe}: Transformer Engine on {where} does not compute what"
+    text += f" kernels/megaspec_kernels/linear/{recipe}.py says: {differs}"
+    way = "set precision.recipe=tensorwise with kernels.linear=torch, or precision=bf16"
+    raise RecipeError([Problem("precision.recipe", f"{text}; {way}", code=f"{recipe}-check")])
 
 
 def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:

@@ -110,7 +110,7 @@ def forward_backward(
     """
     data, pipeline = built.data_parallel, built.pipeline
     data.start_step()
-    built.fp8.start_step()
+    built.fp8.start_step(built.position.step)
     built.summed = None
     loss_scale = loss_scale.to(built.wide)
     weight = loss_scale / tokens.clamp(min=1)

@@ -17,6 +17,7 @@ from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.estimate.topology import topology_of
 from megaspec.parallelism.spec import OverlapSpec, ParallelismSpec, RecomputeSpec
 from megaspec.parallelism.stages import stage_problem
+from megaspec.precision.spec import fp8_recipe
 from megaspec.recipe import Recipe
 from megaspec.rules.case import can_split_sequences
 from megaspec.rules.difference import differences
@@ -271,7 +272,7 @@ def _kernels(recipe: Recipe, hardware: Hardware) -> Iterator[Recipe]:
     """The best implementation of each operation, where another one is set."""
     use = attention_use_of(recipe)
     # what the recipe names is taken to be there
-    packages = packages_of(recipe.kernels.model_dump())
+    packages = packages_of(recipe.kernels.model_dump(), fp8_recipe=fp8_recipe(recipe.precision))
     best = {name: choose(name, device="cuda", sm=hardware.sm, use=use, packages=packages) for name in CATALOG}
     best["compile"] = "block"
     if packages:

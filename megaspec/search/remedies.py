@@ -15,6 +15,7 @@ from megaspec.estimate.target import Target
 from megaspec.optim.spec import AdamWSpec
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.parallelism.stages import stage_problem
+from megaspec.precision.spec import fp8_recipe
 from megaspec.recipe import Recipe
 from megaspec.rules.case import Case, can_split_sequences
 from megaspec.rules.difference import leaves
@@ -156,13 +157,14 @@ def _turned(recipe: Recipe, levers: tuple[Lever, ...]) -> Recipe | None:
 
 def target_of(recipe: Recipe, hardware: Hardware) -> Target:
     """A machine of such GPUs, as many as a filled recipe has ranks."""
+    # what the recipe names is taken to be there
+    packages = packages_of(recipe.kernels.model_dump(), fp8_recipe=fp8_recipe(recipe.precision))
     return Target(
         gpus=recipe.launcher.ranks,
         gpu=hardware.gpu_names[0],
         sm=hardware.sm,
         gpu_memory=hardware.memory,
-        # what the recipe names is taken to be there
-        versions={"torch": "", "tensorboard": ""} | dict.fromkeys(packages_of(recipe.kernels.model_dump()), ""),
+        versions={"torch": "", "tensorboard": ""} | dict.fromkeys(packages, ""),
     )
 
 

@@ -41,6 +41,7 @@ from megaspec.verify.trace_memory import (
 )
 from megaspec.verify.trace_recorder import Call, Recorder, TracePoint
 from megaspec_kernels.attention.documents import whole_rows
+from megaspec_kernels.catalog import BLACKWELL
 from megaspec_kernels.spec import KernelsSpec
 
 # Tensors of this device have no numbers: trace_recorder.py, note "Meta tensors".
@@ -291,7 +292,10 @@ def _check(spec: Spec) -> None:
     if isinstance(spec.optim, MuonSpec) and spec.world_size > 1:
         text = "optim.kind=muon can't be traced: its ranks tell each other what they hold, and a trace has one of them"
         problems.append(Problem("optim.kind", f"{text}; leave --trace out, or set optim=adamw", ""))
-    if spec.kernels.linear == "te" and isinstance(spec.precision, Fp8Precision):
+    precision = spec.precision
+    # formats of blocks of 32 and 16 have casts of ours for tensors without numbers
+    casts_apart = isinstance(precision, Fp8Precision) and precision.recipe not in BLACKWELL
+    if spec.kernels.linear == "te" and casts_apart:
         text = "kernels.linear=te can't be traced: in fp8 Transformer Engine casts tensors that have numbers"
         problems.append(Problem("kernels.linear", f"{text}; leave --trace out, or set kernels.linear=torch", ""))
     offload = spec.parallelism.offload

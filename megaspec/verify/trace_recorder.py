@@ -262,6 +262,7 @@ class _Operations(TorchDispatchMode):
         pair = layer.weight(args[names.index("weight")])
         for part in (pair.rows, pair.columns):
             self._recorder.memory.name(part.values, WEIGHTS)
+            self._recorder.memory.name(part.scale, WEIGHTS)
 
     def _collective(self, func: torch._ops.OpOverload, args: Sequence[Any], out: Any) -> None:
         name = func._opname

@@ -117,8 +117,8 @@ def test_help_says_what_gpus_means(command, capsys):
         # what no layout mends is told by itself
         (
             (*WORDS, "precision=fp8", "precision.recipe=rowwise", "kernels.linear=te", "precision.margin=2"),
-            "kernels.linear=te needs precision.recipe=tensorwise, delayed or blockwise, it is rowwise; set "
-            "kernels.linear=torch   (command line)\nprecision.margin=2 is not read: precision.recipe=rowwise",
+            "kernels.linear=te needs precision.recipe=tensorwise, delayed, blockwise, mxfp8 or nvfp4, it is rowwise; "
+            "set kernels.linear=torch   (command line)\nprecision.margin=2 is not read: precision.recipe=rowwise",
         ),
         (
             ("recipe=gemma2_2b", "hardware=h100", "gpus=16", "parallelism.cp=2", "kernels.attention=flex"),
@@ -126,8 +126,16 @@ def test_help_says_what_gpus_means(command, capsys):
         ),
         ((*WORDS, "model.n_kv_heads=5"), "model.n_kv_heads=5 must divide model.n_heads"),
         (
-            ("recipe=llama3_8b_fp8", "gpus=8", "hardware=B200", "precision.recipe=nvfp4", "--trainable"),
-            "precision.recipe=nvfp4: fp8 in blocks of 32 and 16",
+            (
+                "recipe=llama3_8b",
+                "gpus=8",
+                "hardware=B200",
+                "model.n_kv_heads=32",
+                "model.d_head=128",
+                "model.attention={kind: mla, kv_rank: 64, d_nope: 64, d_rope: 64, d_value: 64}",
+                "--trainable",
+            ),
+            "model.attention.kind=mla: latent attention can be planned, not trained",
         ),
     ],
 )

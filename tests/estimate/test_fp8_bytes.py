@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megaspec.estimate.memory import StageMemory, fullest, memory_of
 from megaspec.estimate.work import (
     DEQUANTISED,
     FP8_CAST,
@@ -30,8 +31,10 @@ from megaspec.nn.fp8 import BLOCKS, REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, F
 from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8
 from megaspec.nn.fp8_te import SCALES
 from megaspec.nn.linear import Linear
+from megaspec.recipe import Recipe
 from megaspec_kernels.fp8_cast import reference as fp8_cast
 from megaspec_kernels.fp8_cast.formats import Block, scale_shape
+from megaspec_kernels.linear import mxfp8, nvfp4
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
 from megaspec_kernels.scaled_product.reference import scaled_product
 from tests.resolve.planned import shaped
@@ -209,11 +212,21 @@ def test_a_layer_quantises_what_its_gradients_need(recipe: str, is_frozen: bool,
     assert planned == (forward, counted.total - forward)
 
 
+def in_blocks(recipe: Recipe, name: str) -> Recipe:
+    """By mxfp8 or nvfp4, on a GPU that other recipes are planned for, too."""
+    return recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"recipe": name})})
+
+
 def planned_of_number(
-    *words: str, is_first: bool = False, is_frozen: bool = False, linear: str = "torch", input_ranks: int = 1
+    *words: str,
+    is_first: bool = False,
+    is_frozen: bool = False,
+    linear: str = "torch",
+    input_ranks: int = 1,
+    blocks: str = "",
 ) -> PassBytes:
     """What the plan counts for a number of the input and for one of the gradient. `linear`: kernels.linear, installed
-    or not; `input_ranks`: see Product."""
+    or not; `input_ranks`: see Product; `blocks`: mxfp8 or nvfp4."""
     # so many tokens that the weight is nothing beside them
     tokens = 1 << 30
     product = Product(
@@ -227,6 +240,8 @@ def planned_of_number(
     )
     recipe = shaped("llama3_8b_half", "kernels.scaled_product=torch", *words, precision="fp8", global_batch=1)
     recipe = recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update={"linear": linear})})
+    if blocks:
+        recipe = in_blocks(recipe, blocks)
     planned = fp8_bytes(recipe, [product])
     return PassBytes(planned.forward / (tokens * K), planned.backward / (tokens * N))
 
@@ -265,3 +280,57 @@ def test_transformer_engine_makes_rows_in_any_case(recipe: str) -> None:
     assert planned(is_first=True) == pytest.approx((both, both), rel=1e-3)
     assert planned(is_frozen=True) == pytest.approx((both - 1, both - 1), rel=1e-3)
     assert planned(is_frozen=True, is_first=True) == pytest.approx((both - 1, 0), rel=1e-3)
+
+
+def test_mxfp8_by_transformer_engine() -> None:
+    """One kernel for the layouts that are asked for, with a byte of scale for 32 numbers in each."""
+    planned = partial(planned_of_number, blocks="mxfp8", linear="te")
+    both = 2 + 2 * (1 + 1 / 32)
+    one = 2 + 1 + 1 / 32
+    assert planned() == pytest.approx((both, both), rel=1e-3)
+    assert planned(is_first=True) == pytest.approx((both, one), rel=1e-3)
+    assert planned(is_frozen=True) == pytest.approx((one, one), rel=1e-3)
+    assert planned(is_frozen=True, is_first=True) == pytest.approx((one, 0), rel=1e-3)
+
+
+def test_nvfp4_by_transformer_engine() -> None:
+    """Read for its largest elements, then once more; rows are made in any case."""
+    planned = partial(planned_of_number, blocks="nvfp4", linear="te")
+    both = 2 + 2 + 2 * (1 / 2 + 1 / 16)
+    one = 2 + 2 + 1 / 2 + 1 / 16
+    assert planned() == pytest.approx((both, both), rel=1e-3)
+    assert planned(is_first=True) == pytest.approx((both, both), rel=1e-3)
+    assert planned(is_frozen=True, is_first=True) == pytest.approx((one, 0), rel=1e-3)
+
+
+def test_nvfp4_by_the_definition() -> None:
+    x = torch.randn(M, K, dtype=torch.bfloat16)
+    both = moved(lambda: nvfp4.cast(x, "input", rounding="nearest"))
+    assert both / x.numel() == pytest.approx(PLAIN_FP8_CAST["nvfp4"], rel=0.01)
+    rows = moved(lambda: nvfp4.cast(x, "input", rounding="nearest", columns=False))
+    assert rows / x.numel() == pytest.approx(PLAIN_FP8_CAST_OF_ROWS["nvfp4"], rel=0.01)
+
+
+def test_mxfp8_by_the_definition() -> None:
+    x = torch.randn(M, K, dtype=torch.bfloat16)
+    both = moved(lambda: mxfp8.cast(x, E4M3))
+    assert both / x.numel() == pytest.approx(PLAIN_FP8_CAST["mxfp8"], rel=0.01)
+    rows = moved(lambda: mxfp8.cast(x, E4M3, columns=False))
+    assert rows / x.numel() == pytest.approx(PLAIN_FP8_CAST_OF_ROWS["mxfp8"], rel=0.01)
+    planned = planned_of_number(blocks="mxfp8")
+    assert planned.forward == pytest.approx(both / x.numel() + DEQUANTISED + ROUNDED * N / K, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "of_number"), [("mxfp8", 1 + 1 / 32), ("nvfp4", 1 / 2 + 1 / 16)])
+def test_weights_and_what_is_kept_in_blocks(name: str, of_number: float) -> None:
+    """Both layouts of a weight and one of an input, with a byte of scale for 32 numbers, or for 16 of half a byte."""
+
+    recipe = shaped("llama3_8b_half", "precision.recipe=blockwise", precision="fp8", global_batch=1)
+    plain: StageMemory = fullest(memory_of(recipe))
+    found = fullest(memory_of(in_blocks(recipe, name)))
+    # 13 of 16 layers of 8B, each of these outputs and inputs
+    sizes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    weights = 13 * sum(n * k for n, k in sizes)
+    assert found.weights - plain.weights == 2 * weights * (of_number - 1)
+    tokens = 8192
+    assert found.activations - plain.activations == 13 * tokens * sum(k for _, k in sizes) * (of_number - 1)

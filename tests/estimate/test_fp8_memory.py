@@ -27,6 +27,7 @@ from megaspec.runtime.build import TrainState, build, initialise, mesh_of
 from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
 from megaspec.verify.trace import fake_world
+from megaspec_kernels.linear.nvfp4 import HEAD
 from tests.nn.plain_producers import plain_producers
 from tests.parallelism.kept import kept_bytes
 from tests.parity.cases import SEQUENCES, TOKENS, Case, spec_of
@@ -38,7 +39,7 @@ def with_middle_in_fp8(spec: Spec, recipe: str, *, gather_fp8: bool = False) -> 
     return spec.model_copy(update={"precision": precision})
 
 
-def spec_in(recipe: str, **case: str) -> Spec:
+def spec_in(recipe: str, **case: str | bool) -> Spec:
     """Three layers in bf16, of which the one in the middle has products in fp8."""
     spec = spec_of(Case(precision="bf16", n_layers=3, accumulate=6, attention="sdpa", **case))
     return with_middle_in_fp8(spec, recipe)
@@ -77,9 +78,9 @@ def kept_by(decoder: Decoder, number: int, x: Tensor) -> int:
     return sum(size for size, _ in found.values())
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"])
 def test_kept_bytes_of_layers(recipe: str) -> None:
-    spec = spec_in(recipe)
+    spec = spec_in(recipe, wide=recipe in ("mxfp8", "nvfp4"))
     built = built_of(spec)
     run = layer_run(spec)
     layers = facts_of(spec).layers
@@ -88,6 +89,12 @@ def test_kept_bytes_of_layers(recipe: str) -> None:
     inputs = (model.d_model, model.n_heads * model.d_head, model.d_model, model.d_ffn)
     # scales in fp32, which the plan leaves out: of each input one, or one for each feature
     scales = 4 * (len(inputs) if recipe in ("tensorwise", "delayed") else sum(inputs))
+    if recipe == "mxfp8":
+        # a byte for 32 numbers, which it counts
+        scales = 0
+    if recipe == "nvfp4":
+        # a byte for 16, which it counts, and what lies before them
+        scales = HEAD * len(inputs)
     for number, layer in enumerate(layers):
         x = torch.randn(spec.train.micro_batch, TOKENS, model.d_model, dtype=torch.bfloat16).requires_grad_()
         counted = sum(tensor.size for tensor in kept_tensors(run, layer))
@@ -314,9 +321,16 @@ def test_of_weights_in_fp8_half_of_the_bytes_are_gathered() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "tokens_in_fp8", "bytes_beside"),
-    [("tensorwise", 3, 0), ("delayed", 3, 0), ("rowwise", 2, 4), ("blockwise", 1, 0)],
+    [
+        ("tensorwise", 3, 0),
+        ("delayed", 3, 0),
+        ("rowwise", 2, 4),
+        ("blockwise", 1, 0),
+        ("mxfp8", 1, 0),
+        ("nvfp4", 1.5, 0),
+    ],
 )
-def test_of_tokens_in_fp8_half_of_the_bytes_are_gathered(recipe: str, tokens_in_fp8: int, bytes_beside: int) -> None:
+def test_of_tokens_in_fp8_half_of_the_bytes_are_gathered(recipe: str, tokens_in_fp8: float, bytes_beside: int) -> None:
     """Of an input forward and again backward, and of a gradient: those that are bytes. Rowwise with a scale a token."""
     case = Case(tp=2, sequence=True, precision="bf16", n_layers=3, accumulate=6, attention="sdpa")
     plain = spec_of(case)

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from megaspec.estimate.target import Target
 from megaspec.nn.linear import WeightGradientSums
+from megaspec.precision.spec import BLACKWELL_SM
 from megaspec_kernels import te_package
 from megaspec_kernels.attention import te as te_attention
 from megaspec_kernels.gate import check
 from megaspec_kernels.scaled_product.bench import by_tensor_cores
 from tests.conftest import Tell
 from tests.gpu.test_fp8 import fp8, losses
+from tests.nn import test_fp4 as fp4
+from tests.nn import test_fp8_mx as mx
 from tests.nn.test_fp8_te import RECIPES, format_of, inputs, layer_in, on_grid, quantised
 from tests.parity.cases import Case
 from tests.parity.checks import check_low
@@ -148,9 +151,10 @@ def test_amax_is_seen_and_the_scale_is_the_formulas() -> None:
 
 @lru_cache
 def learned(recipe: str, compile: str, by: str) -> list[float]:
-    """Losses of eight steps. `recipe`: of fp8, or bf16. `by`: te or torch."""
+    """Losses of eight steps. `recipe`: of fp8, or bf16. `by`: te, torch, or reference."""
     precision = {"kind": "bf16"} if recipe == "bf16" else fp8(recipe)
-    return losses(precision, compile=compile, others=TE if by == "te" else None)
+    others = {"te": TE, "reference": {"linear": "reference"}}.get(by)
+    return losses(precision, compile=compile, others=others)
 
 
 def rounded(values: list[float]) -> list[float]:
@@ -191,6 +195,7 @@ def test_fp8_losses_are_beside_ours(recipe: str, tell: Tell) -> None:
 
 STEPS = 6
 H200 = Target(gpus=1, gpu="NVIDIA H200", sm=90, cores=2, versions={"transformer-engine": "2.20.2"})
+B200 = H200.model_copy(update={"gpu": "NVIDIA B200", "sm": 100})
 BASE = {
     "train.steps": STEPS,
     "train.deterministic": True,
@@ -222,6 +227,124 @@ def test_what_cudnn_does_not_take_is_told() -> None:
     assert te_attention.is_refused(**sizes, d_head=64, documents=False) is None
     assert te_attention.is_refused(**sizes, d_head=64, documents=True) is None
     assert te_attention.is_refused(**sizes, d_head=520, documents=False)
+
+
+@pytest.fixture
+def blackwell() -> None:
+    """Where these run: on other GPUs the tests that ask for it are skipped, with the reason."""
+    major, minor = torch.cuda.get_device_capability()
+    first, last = BLACKWELL_SM["mxfp8"]
+    if not first <= 10 * major + minor <= last:
+        pytest.skip(f"mxfp8 needs Blackwell (sm{first} to sm{last}), this GPU is sm{10 * major + minor}")
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("gradient", mx.FORMATS)
+@pytest.mark.parametrize("tokens", [1, 48, 500])
+def test_mxfp8_products_are_those_of_the_numbers_on_the_grid(tokens: int, gradient: str, tell: Tell) -> None:
+    """As test_products_are_those_of_the_numbers_on_the_grid: in fp64, by the recipe's own definition."""
+    layer, _ = mx.layer_in("te", gradient=gradient, dtype=torch.bfloat16)
+    layer = layer.to(CUDA)
+    total = torch.full(layer.weight.shape, float("nan"), device=CUDA)
+    sums = WeightGradientSums()
+    sums.connect(layer, total, lambda: None)
+    x, grad = mx.inputs(torch.bfloat16, tokens=tokens)
+    x = x.detach().to(CUDA).requires_grad_()
+    grad = grad.to(CUDA)
+    y = layer(x)
+    y.backward(grad)
+    once = total.clone()
+    x_MI, grad_MO, weight = x.detach().flatten(0, 1), grad.flatten(0, 1), layer.weight.detach()
+    form = mx.FORMATS[gradient]
+    of_grid = {
+        "out": mx.quantised(x_MI, E4M3) @ mx.quantised(weight, E4M3).t(),
+        "x": mx.quantised(grad_MO, form) @ mx.quantised(weight.t(), E4M3).t(),
+        "weight": mx.quantised(grad_MO.t(), form) @ mx.quantised(x_MI.t(), E4M3).t(),
+    }
+    exact = {
+        "out": x_MI.double() @ weight.double().t(),
+        "x": grad_MO.double() @ weight.double(),
+        "weight": grad_MO.double().t() @ x_MI.double(),
+    }
+    found = {"out": y.detach().flatten(0, 1), "x": x.grad.flatten(0, 1), "weight": once}
+    for name, truth in of_grid.items():
+        error = size(found[name] - truth)
+        felt = size(truth - exact[name])
+        tell(f"mxfp8 {gradient}, {tokens} tokens, {name}: {error / felt:.3f} of what the grid is off")
+        assert error <= (0.05 if name == "weight" else 0.25) * felt, name
+    layer(x).backward(grad)
+    torch.testing.assert_close(total, 2 * once, rtol=1e-5, atol=1e-5 * once.abs().max().item())
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("tokens", [1, 48, 500])
+def test_nvfp4_products_are_those_of_the_numbers_on_the_grid(tokens: int, tell: Tell) -> None:
+    """The same, where gradients are rounded to nearest."""
+    layer, _ = fp4.layer_in("te", dtype=torch.bfloat16)
+    layer = layer.to(CUDA)
+    x, grad = fp4.inputs(torch.bfloat16, tokens=tokens)
+    x = x.detach().to(CUDA).requires_grad_()
+    grad = grad.to(CUDA)
+    y = layer(x)
+    y.backward(grad)
+    x_MI, grad_MO, weight = x.detach().flatten(0, 1).cpu(), grad.flatten(0, 1).cpu(), layer.weight.detach().cpu()
+    weight_grid = fp4.quantised(weight, squares=True)
+    turned_grad, turned_x = fp4.turned(grad_MO).bfloat16(), fp4.turned(x_MI).bfloat16()
+    of_grid = {
+        "out": fp4.quantised(x_MI) @ weight_grid.t(),
+        "x": fp4.quantised(grad_MO) @ weight_grid,
+        "weight": fp4.quantised(turned_grad) @ fp4.quantised(turned_x).t(),
+    }
+    exact = {
+        "out": x_MI.double() @ weight.double().t(),
+        "x": grad_MO.double() @ weight.double(),
+        "weight": grad_MO.double().t() @ x_MI.double(),
+    }
+    found = {"out": y.detach().flatten(0, 1), "x": x.grad.flatten(0, 1), "weight": layer.weight.grad}
+    for name, truth in of_grid.items():
+        error = size(found[name].cpu() - truth)
+        felt = size(truth - exact[name])
+        tell(f"nvfp4, {tokens} tokens, {name}: {error / felt:.3f} of what the grid is off")
+        assert error <= 0.1 * felt, name
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("compile", ["none", "block"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_small_model_learns_in_blocks_as_in_bf16(recipe: str, compile: str, tell: Tell) -> None:
+    plain = learned("bf16", compile, "te")
+    found = learned(recipe, compile, "te")
+    by_definition = learned(recipe, "none", "reference")
+    tell(f"{recipe} {compile}: bf16 {rounded(plain)}, {rounded(found)}, the reference {rounded(by_definition)}")
+    assert found[0] == pytest.approx(plain[0], rel=5e-3 if recipe == "mxfp8" else 2e-2)
+    assert found[0] != plain[0]
+    assert found[3] == pytest.approx(plain[3], rel=3e-2 if recipe == "mxfp8" else 0.1)
+    assert found[-1] < 0.5 * found[0]
+    assert found[0] == pytest.approx(by_definition[0], rel=1e-3 if recipe == "mxfp8" else 5e-3)
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_run_in_blocks_that_is_stopped_goes_on_to_the_bit(recipe: str, tmp_path, gpu_pool: RankPool) -> None:
+    precision = {"kind": "fp8", "recipe": recipe, "first_layers_bf16": 1}
+    text = spec(BASE | {"precision": precision}, B200).model_dump_json()
+    undisturbed = gpu_pool.run(lives.live, text, str(tmp_path / "whole"), ranks=1)[0]
+    stopped = gpu_pool.run(lives.lives, text, str(tmp_path / "stopped"), stops=2, ranks=1)[0]
+    assert stopped == undisturbed
+    assert lives.read_all(tmp_path / "stopped")[STEPS] == lives.read_all(tmp_path / "whole")[STEPS]
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_two_gpus_are_as_one_in_blocks(recipe: str, gpu_pool: RankPool, tell: Tell) -> None:
+    """Of the first step the forward pass, in which nothing is drawn."""
+    one = learned(recipe, "none", "te")
+    two = gpu_pool.run(divided, recipe, ranks=2)
+    tell(f"{recipe}: one {rounded(one)}, two {rounded(two[0])}")
+    assert two[0] == two[1]
+    assert two[0][0] == pytest.approx(one[0], rel=2e-3)
+    assert two[0][3] == pytest.approx(one[3], rel=3e-2 if recipe == "mxfp8" else 0.1)
 
 
 def divided(rank: int, recipe: str) -> list[float]:

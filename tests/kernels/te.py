@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megaspec_kernels import te_package
@@ -18,7 +19,7 @@ from megaspec_kernels.attention import reference_block
 from megaspec_kernels.attention import te as attention_te
 from megaspec_kernels.attention.documents import BlockDocuments, Documents
 from megaspec_kernels.attention.scoring import Scoring
-from megaspec_kernels.linear import te, te_fp8
+from megaspec_kernels.linear import te, te_fp8, te_mxfp8, te_nvfp4
 from megaspec_kernels.norm import te as norm_te
 from megaspec_kernels.te_package import TransformerEngine
 
@@ -27,6 +28,11 @@ E5M2 = "e5m2"
 TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 LINE = 128
+MX_LINE = 32
+E2M1 = "e2m1"
+FP4_LINE = 16
+# What codes stand for, by their last three bits.
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def te_runs(dtype: torch.dtype, device: torch.device) -> None:
@@ -108,8 +114,61 @@ class Float8BlockwiseQTensorStorage:
         return wide if in_rows else wide.t()
 
 
-def _padded(count: int) -> int:
-    return -(-count // 4) * 4
+def _padded(count: int, to: int = 4) -> int:
+    return -(-count // to) * to
+
+
+class MXFP8TensorStorage:
+    """Blackwell's: values lie alike in both layouts."""
+
+    def __init__(
+        self, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype, quantizer,
+        with_gemm_swizzled_scales, *, fake_dtype=None,
+    ):  # fmt: skip
+        self._rowwise_data = rowwise_data
+        self._rowwise_scale_inv = rowwise_scale_inv
+        self._columnwise_data = columnwise_data
+        self._columnwise_scale_inv = columnwise_scale_inv
+        self._fp8_dtype = fp8_dtype
+        self._with_gemm_swizzled_scales = with_gemm_swizzled_scales
+        for values in (rowwise_data, columnwise_data):
+            assert values is None or (values.dtype == torch.uint8 and values.is_contiguous())
+        for scale in (rowwise_scale_inv, columnwise_scale_inv):
+            assert scale is None or (scale.dtype == torch.uint8 and scale.is_contiguous())
+
+    def wide(self, *, in_rows: bool) -> Tensor:
+        values = self._rowwise_data if in_rows else self._columnwise_data
+        scale = self._rowwise_scale_inv if in_rows else self._columnwise_scale_inv
+        assert values is not None, f"a product asks for {'rows' if in_rows else 'columns'}, which are not there"
+        assert not self._with_gemm_swizzled_scales, "these are not in that order"
+        assert scale.shape == _mx_scale_shape(values.shape, in_rows=in_rows)
+        rows, inner = values.shape
+        assert rows % MX_LINE == inner % MX_LINE == 0
+        exponent = scale.double() - 127
+        each = torch.where(scale == 255, torch.nan, torch.exp2(exponent))
+        if in_rows:
+            each = each[:rows].repeat_interleave(MX_LINE, 1)[:, :inner]
+        else:
+            each = each[:, :inner].repeat_interleave(MX_LINE, 0)[:rows]
+        return values.view(TORCH[self._fp8_dtype]).double() * each
+
+
+def _mx_scale_shape(shape: tuple[int, int], *, in_rows: bool) -> tuple[int, int]:
+    rows, inner = shape
+    if in_rows:
+        return _padded(rows, 128), _padded(-(-inner // MX_LINE))
+    return _padded(-(-rows // MX_LINE)), _padded(inner, 128)
+
+
+def _e8m0(value: Tensor) -> Tensor:
+    """Bits of fp32 rounded up to a power of two, as the package's kernels do it."""
+    bits = value.float().view(torch.int32)
+    exponent = (bits >> 23) & 0xFF
+    mantissa = bits & 0x7FFFFF
+    goes_up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
+    found = exponent + goes_up.int()
+    found = torch.where(value.isinf(), 254, found)
+    return torch.where(value.isnan(), 255, found).to(torch.uint8)
 
 
 def _cast(x: Tensor, factor: Tensor, form: str) -> Tensor:
@@ -193,11 +252,160 @@ class Float8BlockQuantizer(_Quantizer):
         return values.contiguous(), scale.contiguous()
 
 
+class MXFP8Quantizer(_Quantizer):
+    def __init__(self, fp8_dtype, *, rowwise=True, columnwise=True):
+        self.form = fp8_dtype
+        self.rows = rowwise
+        self.columns = columnwise
+
+    def cast(self, x: Tensor) -> MXFP8TensorStorage:
+        assert x.shape[0] % MX_LINE == x.shape[1] % MX_LINE == 0, f"{tuple(x.shape)} has no whole blocks"
+        rows = (None, None)
+        columns = (None, None)
+        if self.rows:
+            rows = self._one(x, in_rows=True)
+        if self.columns:
+            columns = self._one(x, in_rows=False)
+        return MXFP8TensorStorage(*rows, *columns, self.form, None, False)
+
+    def _one(self, x: Tensor, *, in_rows: bool) -> tuple[Tensor, Tensor]:
+        dim = 1 if in_rows else 0
+        blocks = x.float().unflatten(dim, (-1, MX_LINE))
+        found = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim + 1, keepdim=True)
+        scale = _e8m0(found * torch.tensor(1 / LARGEST[self.form]))
+        values = _cast(blocks, torch.exp2(127 - scale.double()).float(), self.form).flatten(dim, dim + 1)
+        # behind the scales there may be anything
+        shape = _mx_scale_shape(x.shape, in_rows=in_rows)
+        whole = torch.full(shape, 255, dtype=torch.uint8)
+        scale = scale.squeeze(dim + 1)
+        whole[: scale.shape[0], : scale.shape[1]] = scale
+        return values.contiguous(), whole
+
+
+class NVFP4TensorStorage:
+    """Two numbers a byte; columns are turned round."""
+
+    def __init__(
+        self, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, amax_rowwise, amax_columnwise,
+        fp4_dtype, quantizer, with_gemm_swizzled_scales, *, fake_dtype=None,
+    ):  # fmt: skip
+        assert fp4_dtype == E2M1
+        self._rowwise_data = rowwise_data
+        self._rowwise_scale_inv = rowwise_scale_inv
+        self._columnwise_data = columnwise_data
+        self._columnwise_scale_inv = columnwise_scale_inv
+        self._amax_rowwise = amax_rowwise
+        self._amax_columnwise = amax_columnwise
+        self._with_gemm_swizzled_scales = with_gemm_swizzled_scales
+        for tensor in (rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv):
+            assert tensor is None or (tensor.dtype == torch.uint8 and tensor.is_contiguous())
+            # what kernels load at a time
+            assert tensor is None or tensor.data_ptr() % 16 == 0
+        for amax in (amax_rowwise, amax_columnwise):
+            assert amax is None or (amax.dtype == torch.float32 and amax.shape == (1,))
+
+    def lines(self, *, in_rows: bool) -> Tensor:
+        """[lines, numbers that are summed over] in fp64."""
+        values = self._rowwise_data if in_rows else self._columnwise_data
+        scale = self._rowwise_scale_inv if in_rows else self._columnwise_scale_inv
+        amax = self._amax_rowwise if in_rows else self._amax_columnwise
+        assert values is not None, f"a product asks for {'rows' if in_rows else 'columns'}, which are not there"
+        assert not self._with_gemm_swizzled_scales, "these are not in that order"
+        lines = values.shape[0]
+        inner = 2 * values.shape[1]
+        assert lines % 8 == 0
+        assert inner % MX_LINE == 0
+        assert scale.shape == (_padded(lines, 128), _padded(inner // FP4_LINE))
+        table = torch.tensor([*FP4, *(-one for one in FP4)], dtype=torch.float64)
+        numbers = torch.empty(lines, inner, dtype=torch.float64)
+        numbers[:, ::2] = table[(values % 16).long()]
+        numbers[:, 1::2] = table[(values // 16).long()]
+        each = scale[:lines, : inner // FP4_LINE].contiguous().view(torch.float8_e4m3fn).double()
+        return numbers * each.repeat_interleave(FP4_LINE, 1) * (amax.double() / 2688)
+
+
+class NVFP4Quantizer(_Quantizer):
+    def __init__(
+        self, fp4_dtype, rowwise=True, columnwise=True, with_amax_reduction=False, amax_reduction_group=None,
+        with_rht=False, with_post_rht_amax=False, with_2d_quantization=False, stochastic_rounding=False,
+    ):  # fmt: skip
+        assert fp4_dtype == E2M1
+        assert with_rht == with_post_rht_amax, "an amax before the rotation is not supported"
+        assert with_amax_reduction == (amax_reduction_group is not None)
+        self.rows = rowwise
+        self.columns = columnwise
+        self.group = amax_reduction_group
+        self.rotates = with_rht
+        self.squares = with_2d_quantization
+        self.at_random = stochastic_rounding
+
+    def cast(self, x: Tensor) -> NVFP4TensorStorage:
+        assert x.shape[0] % FP4_LINE == x.shape[1] % FP4_LINE == 0, f"{tuple(x.shape)} has no whole blocks"
+        kind = x.dtype
+        lines = {}
+        if self.rows:
+            lines["rows"] = x.float()
+        if self.columns:
+            turned = x.t().float()
+            if self.rotates:
+                turned = (turned.reshape(-1, FP4_LINE) @ _rotation()).to(kind).float().view(turned.shape)
+            lines["columns"] = turned
+        amax = torch.stack([one.abs().max() for one in lines.values()])
+        if self.group is not None:
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+        found = {"rows": (None, None, None), "columns": (None, None, None)}
+        for (name, one), its_amax in zip(lines.items(), amax.split(1), strict=True):
+            found[name] = (*self._one(one, its_amax), its_amax.clone())
+        rows, row_scale, row_amax = found["rows"]
+        columns, column_scale, column_amax = found["columns"]
+        return NVFP4TensorStorage(rows, row_scale, columns, column_scale, row_amax, column_amax, E2M1, None, False)
+
+    def _one(self, x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+        lines, inner = x.shape
+        encode = 2688 / amax if amax > 0 else torch.ones(1)
+        blocks = x.view(lines, -1, FP4_LINE)
+        largest = blocks.abs().amax(2)
+        if self.squares:
+            largest = largest.view(lines // FP4_LINE, FP4_LINE, -1).amax(1, keepdim=True)
+            largest = largest.expand(-1, FP4_LINE, -1).reshape(lines, -1)
+        scale = (largest * (encode * torch.tensor(1 / 6))).clamp(max=448).to(torch.float8_e4m3fn)
+        decode = scale.float() * (1 / encode)
+        each = torch.where(decode > 0, 1 / decode, torch.finfo(torch.float32).max)
+        scaled = (blocks * each[:, :, None]).clamp(-6, 6).view(lines, inner)
+        codes = self._codes(scaled.abs()) + 8 * (scaled.signbit()).to(torch.uint8)
+        # behind the scales there may be anything
+        whole = torch.full((_padded(lines, 128), _padded(inner // FP4_LINE)), 0x7F, dtype=torch.uint8)
+        whole[:lines, : inner // FP4_LINE] = scale.view(torch.uint8)
+        return (codes[:, ::2] + 16 * codes[:, 1::2]).contiguous(), whole
+
+    def _codes(self, size: Tensor) -> Tensor:
+        grid = torch.tensor(FP4)
+        if self.at_random:
+            up = torch.searchsorted(grid, size.contiguous())
+            down = (up - 1).clamp(min=0)
+            gap = (grid[up] - grid[down]).clamp(min=1e-9)
+            return torch.where(torch.rand(size.shape) < (size - grid[down]) / gap, up, down).to(torch.uint8)
+        distance = (size[..., None] - grid).abs()
+        nearest = distance.amin(-1, keepdim=True)
+        # of two that are as near, the even one: odd codes come behind
+        behind = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1])
+        return torch.where(distance == nearest, behind, 9).argmin(-1).to(torch.uint8)
+
+
+def _rotation() -> Tensor:
+    """Of 16 numbers: the matrix of a Hadamard transform, of itself four times over, with the package's signs."""
+    one = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    whole = torch.kron(torch.kron(one, one), torch.kron(one, one))
+    signs = torch.ones(16)
+    signs[torch.tensor([3, 5, 6, 7, 8, 9, 10, 12, 14, 15])] = -1
+    return signs[:, None] * whole / 4
+
+
 def fake_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Puts one in the place of the package that computes on a CPU."""
     fake = Fake()
     package = package_of(fake)
-    for user in (te, te_fp8, attention_te, norm_te):
+    for user in (te, te_fp8, te_mxfp8, te_nvfp4, attention_te, norm_te):
         monkeypatch.setattr(user, "transformer_engine", lambda: package)
     return fake
 
@@ -218,9 +426,16 @@ def package_of(fake: Fake) -> TransformerEngine:
         fake.products.append(Call(layout, accumulate, out, use_split_accumulator, in_fp8))
         assert grad == (layout != "TN"), "a bias with `grad` would be one of a backward pass"
         if in_fp8:
-            a = A.wide(in_rows=layout[0] == "T")
-            b = B.wide(in_rows=layout[1] == "N")
-            _refuse_sizes(layout, b, in_blocks=isinstance(A, Float8BlockwiseQTensorStorage))
+            if isinstance(A, NVFP4TensorStorage):
+                # lines of both, whatever they were of
+                a = A.lines(in_rows=layout[0] == "T")
+                b = B.lines(in_rows=layout[1] == "N")
+                assert layout == "TN"
+            else:
+                a = A.wide(in_rows=layout[0] == "T")
+                b = B.wide(in_rows=layout[1] == "N")
+            if not isinstance(A, MXFP8TensorStorage | NVFP4TensorStorage):
+                _refuse_sizes(layout, b, in_blocks=isinstance(A, Float8BlockwiseQTensorStorage))
         else:
             assert A.is_contiguous(), "strides are not looked at"
             assert B.is_contiguous(), "strides are not looked at"
@@ -242,12 +457,15 @@ def package_of(fake: Fake) -> TransformerEngine:
         return out, None, None, None
 
     kinds = {}
-    for kind in (Float8CurrentScalingQuantizer, Float8Quantizer, Float8BlockQuantizer):
+    casts = (Float8CurrentScalingQuantizer, Float8Quantizer, Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer)
+    for kind in casts:
         kinds[kind.__name__] = type(kind.__name__, (kind,), {"fake": fake})
     pytorch = SimpleNamespace(
-        DType=SimpleNamespace(kFloat8E4M3=E4M3, kFloat8E5M2=E5M2),
+        DType=SimpleNamespace(kFloat8E4M3=E4M3, kFloat8E5M2=E5M2, kFloat4E2M1=E2M1),
         Float8TensorStorage=Float8TensorStorage,
         Float8BlockwiseQTensorStorage=Float8BlockwiseQTensorStorage,
+        MXFP8TensorStorage=MXFP8TensorStorage,
+        NVFP4TensorStorage=NVFP4TensorStorage,
         constants=SimpleNamespace(TE_DType={dtype: dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}),
         **kinds,
     )

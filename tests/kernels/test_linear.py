@@ -232,7 +232,7 @@ def test_what_is_not_taken_is_named() -> None:
     assert "60" in unmet("attention", "te", **hopper, use=Use(head_size=60))
     assert "512" in unmet("attention", "te", **hopper, use=Use(head_size=512))
     assert unmet("linear", "te", **hopper, use=Use(fp8_recipe="rowwise")) == (
-        "needs precision.recipe=tensorwise, delayed or blockwise, it is rowwise"
+        "needs precision.recipe=tensorwise, delayed, blockwise, mxfp8 or nvfp4, it is rowwise"
     )
     for operation in ("linear", "norm", "attention"):
         assert unmet(operation, "te", device="cuda", sm=90) == (

@@ -21,6 +21,21 @@ QUANTIZERS = {
         "tensor/float8_blockwise_tensor.py",
         {"fp8_dtype", "rowwise", "columnwise", "amax_epsilon", "force_pow_2_scales", "block_scaling_dim"},
     ),
+    "MXFP8Quantizer": ("tensor/mxfp8_tensor.py", {"fp8_dtype", "rowwise", "columnwise"}),
+    "NVFP4Quantizer": (
+        "tensor/nvfp4_tensor.py",
+        {
+            "fp4_dtype",
+            "rowwise",
+            "columnwise",
+            "with_amax_reduction",
+            "amax_reduction_group",
+            "with_rht",
+            "with_post_rht_amax",
+            "with_2d_quantization",
+            "stochastic_rounding",
+        },
+    ),
 }
 STORAGES = {
     "Float8TensorStorage": (
@@ -35,6 +50,28 @@ STORAGES = {
             "is_2D_scaled", "fake_dtype",
         },
         {"_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"},
+    ),
+    "MXFP8TensorStorage": (
+        "tensor/storage/mxfp8_tensor_storage.py",
+        {
+            "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "fp8_dtype", "quantizer",
+            "with_gemm_swizzled_scales", "fake_dtype",
+        },
+        {
+            "_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv",
+            "_with_gemm_swizzled_scales",
+        },
+    ),
+    "NVFP4TensorStorage": (
+        "tensor/storage/nvfp4_tensor_storage.py",
+        {
+            "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax_rowwise",
+            "amax_columnwise", "fp4_dtype", "quantizer", "with_gemm_swizzled_scales", "fake_dtype",
+        },
+        {
+            "_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv", "_amax_rowwise",
+            "_amax_columnwise", "_with_gemm_swizzled_scales",
+        },
     ),
 }  # fmt: skip
 

@@ -224,6 +224,8 @@ EXPERTS = "--num-experts 8"
         ("--ddp-bucket-size 40000000", "parallelism.bucket_mb", 160.0),
         ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "precision.recipe", "blockwise"),
         ("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --first-last-layers-bf16", "precision.last_layers_bf16", 1),
+        ("--bf16 --fp4-format e2m1", "precision.recipe", "nvfp4"),
+        ("--bf16 --fp4-format e2m1 --first-last-layers-bf16", "precision.first_layers_bf16", 1),
         ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype fp8 --use-distributed-optimizer",
          "optim.formats.exp_avg", "fp8"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 9", "optim.schedule.wsd_decay", "exponential"),
@@ -500,6 +502,7 @@ def test_every_translated_flag_is_asked_for(monkeypatch):
     more = (
         f"{EXPERTS} --moe-expert-capacity-factor 1 --fp16 --pipeline-model-parallel-size 2 --context-parallel-size 2",
         "--multi-latent-attention --optimizer sgd --lr-decay-style WSD --use-megatron-fsdp --save a --load a",
+        "--bf16 --fp4-format e2m1",
         "--bf16 --fp8-format hybrid --expert-model-parallel-size 2 "
         f"--first-last-layers-bf16 --use-rope-scaling {EXPERTS} --moe-layer-recompute "
         "--moe-router-enable-expert-bias --use-precision-aware-optimizer --weight-decay-incr-style linear",

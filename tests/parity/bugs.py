@@ -781,7 +781,7 @@ FP8 = [
     ),
     Bug(
         "gathered tokens of an input in the order of ranks",
-        Patch(FP8_LINEAR, "fp8_columns(wait_sequence(gathering)", "fp8_columns(wait(gathering)"),
+        Patch(FP8_LINEAR, "columns_of_tokens(wait_sequence(gathering)", "columns_of_tokens(wait(gathering)"),
         FP8_TENSORS,
         invisible=True,
     ),

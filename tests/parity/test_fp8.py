@@ -52,6 +52,13 @@ OTHERS = [
     Case(tp=2, precision="fp8 blockwise", wide=True, accumulate=2),
     Case(tp=2, sequence=True, precision="fp8 blockwise", wide=True, accumulate=2),
     Case(dp=2, strategy="fsdp", precision="fp8 blockwise", wide=True, accumulate=2),
+    # blocks of 32 tokens, where ranks have 8 of each sequence
+    Case(tp=2, sequence=True, precision="fp8 mxfp8", wide=True, accumulate=2, mask="uneven"),
+    Case(tp=2, pp=2, sequence=True, schedule="zb_h1", precision="fp8 mxfp8", wide=True, accumulate=4),
+    Case(
+        dp=2, strategy="fsdp", precision="fp8 mxfp8", wide=True, accumulate=2,
+        also=(("parallelism.recompute.kind", "full"),),
+    ),
     Case(dp=2, strategy="fsdp", precision="fp8 delayed", also=(("parallelism.recompute", {"kind": "full"}),)),
     Case(tp=2, sequence=True, precision="fp8 tensorwise", also=(("parallelism.recompute.kind", "selective"),)),
     # what is gathered as bytes: compiled (WRITTEN has it, too), deferred, beside what is frozen
@@ -61,7 +68,7 @@ OTHERS = [
     Case(tp=2, pp=2, sequence=True, schedule="zb_h1", precision="fp8 tensorwise", accumulate=4),
     Case(tp=2, sequence=True, precision="fp8 tensorwise", n_layers=4, trainable="upper", mask="uneven"),
     Case(tp=2, sequence=True, precision="fp8 rowwise", trainable="norms"),
-]
+]  # fmt: skip
 # Experts, where every rank of an ep group has tokens of the same micro batch: what an expert takes at once is the same
 # on one rank.
 EXPERTS = [
@@ -305,6 +312,45 @@ def test_tokens_that_norms_write_are_those_that_ranks_cast(pool: RankPool, tell:
             assert first.norms == second.norms, case
             for name, weight in first.weights.values.items():
                 assert torch.equal(weight, second.weights.values[name]), (case, name)
+
+
+# Inputs of columns and gradients of rows are alike on ranks that share a layer, unless these quantise their own tokens.
+COUNTED = [
+    Case(tp=2, accumulate=2, mask="uneven"),
+    Case(tp=2, sequence=True, kv_heads=2, accumulate=2),
+    Case(tp=2, accumulate=2, also=(("parallelism.recompute", {"kind": "full"}),)),
+    Case(dp=2, strategy="fsdp", accumulate=2),
+    Case(tp=2, pp=2, schedule="zb_h1", accumulate=4),
+    Case(tp=2, sequence=True, kv_heads=2, router="softmax", ep=2, accumulate=2),
+    Case(tp=2, sequence=True, kv_heads=2, router="softmax", etp=2, accumulate=2, experts="clamped"),
+]
+EACH_COUNTS = Patch(
+    "megaspec.parallelism.fp8", '"counts_alike": group is None or dist.get_rank(group) == 0', '"counts_alike": True'
+)
+
+
+def saturated_of(pool: RankPool, case: Case, *, ranks: int) -> list[int]:
+    """Elements of each step, most of whose scales are too small."""
+    inputs = (case, empty_of(case), steps_of(case))
+    (first, *_) = pool.run(train_with_producers, *inputs, ranks=ranks, shrinks=16.0)
+    return [step.saturated for step in first["remembered"]]
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=str)
+def test_an_element_that_saturates_is_counted_once(pool: RankPool, case: Case, tell: Tell) -> None:
+    case = replace(case, precision="fp8 delayed")
+    truth = saturated_of(pool, alone(case), ranks=1)
+    tell(f"{case}: {truth} elements saturate")
+    assert min(truth[1:]) > 100
+    assert saturated_of(pool, case, ranks=case.ranks) == truth
+
+
+@pytest.mark.parametrize("case", [COUNTED[0], COUNTED[-1]], ids=str)
+def test_ranks_that_all_count_the_same_are_caught(pool: RankPool, case: Case) -> None:
+    check_patch(EACH_COUNTS)
+    case = replace(case, precision="fp8 delayed")
+    with RankPool(patches=(EACH_COUNTS,)) as ranks:
+        assert saturated_of(ranks, case, ranks=case.ranks)[1] > saturated_of(pool, alone(case), ranks=1)[1]
 
 
 @pytest.mark.parametrize("case", WRITTEN_IN_PARTS, ids=str)

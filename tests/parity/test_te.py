@@ -29,7 +29,12 @@ IN_ITS_PLACE = Patch(
     'return importlib.import_module("tests.kernels.te").in_its_place()',
 )
 LAYER = "megaspec.nn.fp8_te"
+MX_LAYER = "megaspec.nn.fp8_mx"
+FP4_LAYER = "megaspec.nn.fp4"
 TE = (("kernels.linear", "te"),)
+HYBRID = ("precision.format", "hybrid")
+NEAREST = ("precision.gradient_rounding", "nearest")
+RECOMPUTED = ("parallelism.recompute.kind", "full")
 CASES = [
     Case(tp=2, accumulate=2, mask="uneven", also=TE),
     Case(tp=2, sequence=True, accumulate=2, mask="uneven", also=TE),
@@ -42,7 +47,26 @@ CASES = [
     Case(pp=2, schedule="zb_h1", precision="fp8 delayed", accumulate=3, also=TE),
     Case(tp=2, sequence=True, precision="fp8 blockwise", wide=True, accumulate=2, also=TE),
     Case(tp=2, sequence=True, precision="fp8 delayed", accumulate=2, also=TE),
-]
+    Case(tp=2, precision="fp8 mxfp8", wide=True, accumulate=2, also=TE),
+    # blocks of 32 tokens, where ranks have 8 of each sequence
+    Case(tp=2, sequence=True, precision="fp8 mxfp8", wide=True, accumulate=2, mask="uneven", also=(*TE, HYBRID)),
+    Case(dp=2, strategy="fsdp", precision="fp8 mxfp8", wide=True, accumulate=2, also=(*TE, RECOMPUTED)),
+    Case(pp=2, schedule="1f1b", precision="fp8 mxfp8", wide=True, accumulate=3, also=TE),
+    Case(tp=2, pp=2, sequence=True, schedule="zb_h1", precision="fp8 mxfp8", wide=True, accumulate=4, also=TE),
+    Case(tp=2, sequence=True, precision="fp8 mxfp8", wide=True, compile="block", accumulate=2, also=TE),
+    # what is rounded at random is another draw on each rank
+    Case(tp=2, precision="fp8 nvfp4", wide=True, accumulate=2, also=(*TE, NEAREST)),
+    Case(tp=2, sequence=True, precision="fp8 nvfp4", wide=True, accumulate=2, mask="uneven", also=(*TE, NEAREST)),
+    Case(dp=2, strategy="fsdp", precision="fp8 nvfp4", wide=True, accumulate=2, also=(*TE, NEAREST, RECOMPUTED)),
+    Case(
+        tp=2, pp=2, sequence=True, schedule="zb_h1", precision="fp8 nvfp4", wide=True, accumulate=2,
+        also=(*TE, NEAREST),
+    ),
+    Case(tp=2, sequence=True, precision="fp8 nvfp4", wide=True, compile="block", accumulate=2, also=(*TE, NEAREST)),
+    # by the definition
+    Case(tp=2, sequence=True, precision="fp8 nvfp4", wide=True, accumulate=2, mask="uneven", also=(NEAREST,)),
+    Case(pp=2, schedule="1f1b", precision="fp8 nvfp4", wide=True, accumulate=3, also=(NEAREST,)),
+]  # fmt: skip
 # Planted: what the cases above have to feel.
 BUGS = {
     "amax of a rank's own part": (
@@ -94,7 +118,60 @@ BUGS = {
         ),
         CASES[10],
     ),
-}
+    "columns of blocks of rows": (
+        Patch(
+            MX_LAYER,
+            "in_columns = Fp8Tensor(*cast.columns)",
+            "in_columns = Fp8Tensor(cast.rows.values if rows else cast.columns.values, cast.columns.scale)",
+        ),
+        CASES[11],
+    ),
+    "gradients in the format of inputs": (
+        Patch(MX_LAYER, 'self.gradient_format if role == "gradient" else "e4m3"', '"e4m3"'),
+        CASES[12],
+    ),
+    "a sum of blocks that is overwritten": (
+        Patch(MX_LAYER, "overwrite=into is None or overwrite", "overwrite=True"),
+        CASES[11],
+    ),
+    "blocks of the weights of the step before": (
+        Patch("megaspec.parallelism.fp8", "self._shared.version += 1", "self._shared.version = 1"),
+        CASES[11],
+    ),
+    "amax of a rank's own part of a matrix in fp4": (
+        Patch(FP4_LAYER, "if self.is_divided(role):", "if False:"),
+        CASES[17],
+    ),
+    "amax of a rank's own part by the definition": (
+        Patch(FP4_LAYER, "Agreement(self.largest, self.group)", "Agreement(lambda amax: amax, None)"),
+        CASES[22],
+    ),
+    "a sum of fp4 that is overwritten": (
+        Patch(FP4_LAYER, "overwrite=into is None or overwrite", "overwrite=True"),
+        CASES[17],
+    ),
+    "fp4 of the weights of the step before": (
+        Patch("megaspec.parallelism.fp8", "self._shared.version += 1", "self._shared.version = 1"),
+        CASES[17],
+    ),
+    "gathered tokens in fp4 in the order of ranks": (
+        Patch("megaspec.nn.fp8", "return kept.reshape(n_in, -1)", "return kept.roll(1, 1).reshape(n_in, -1)"),
+        CASES[18],
+    ),
+    "gathered tokens by the scales of their neighbours": (
+        Patch(
+            "megaspec.nn.fp8", "return kept.view(torch.uint8).flatten(0, -2)",
+            "return kept.view(torch.uint8).roll(1, 1).flatten(0, -2)",
+        ),
+        CASES[12],
+    ),
+    "a rank's own part of the tokens kept, by the scales of another": (
+        Patch(
+            "megaspec.nn.fp8", "kept_scale = whole.scale\n", "kept_scale = whole.scale.roll(1, 0)\n",
+        ),
+        CASES[12],
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

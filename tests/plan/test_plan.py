@@ -274,6 +274,22 @@ def test_casts_and_products_in_fp8_are_told_where_something_asks_for_them(words,
     assert plan.as_json()["kernels"]["linear"] == ("te" if is_te else "torch")
 
 
+def test_what_no_gpu_has_run_is_said():
+    """With its times, which are of other products and of bytes; and that a run asks before it trains."""
+    words = ("precision.kind=fp8", "precision.recipe=mxfp8", "train.micro_batch=1", "train.global_batch=8")
+    target = machine(8, "B200")
+    spec = resolved("hello", *words, target=target)
+    assert spec.kernels.linear == "te"
+    said = " ".join(text_of(print_plan, spec, target, width=200).split())
+    assert (
+        "precision.recipe=mxfp8 was tested on CPUs and has run on no GPU: its times are those of fp8's products" in said
+    )
+    plan = planned("hello", *words, name="B200")
+    assert plan.unbuilt == ()
+    (hint,) = [one for one in plan.hints if one.key == "precision.recipe"]
+    assert hint.overrides == ("precision.recipe=tensorwise",)
+
+
 def replace_name(target, name):
     return target.model_copy(update={"gpu": name})
 

@@ -73,11 +73,10 @@ def test_typing_alone_stays_as_it_is():
 
 def test_a_run_is_told_all_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["recipe=llama3_8b_fp8", "precision.recipe=mxfp8"]
+    words = ["recipe=llama3_8b", "model.attention={kind: mla, kv_rank: 64, d_nope: 64, d_rope: 64, d_value: 64}"]
     assert main(["train", *words]) == 64
     text = capsys.readouterr().err
-    assert "precision.recipe=mxfp8: fp8 in blocks of 32 and 16, which needs Blackwell (sm100) and is not built" in text
-    assert "as nobody could run it, can be planned, not trained" in text
+    assert "model.attention.kind=mla: latent attention can be planned, not trained" in text
     assert "data/llama3" in text
     assert main(["train", *words, "model.n_kv_heads=6", "model.dropout=2"]) == 64
     text = capsys.readouterr().err

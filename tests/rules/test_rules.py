@@ -10,12 +10,13 @@ import pytest
 
 from megaspec.compose.compose import compose
 from megaspec.core.errors import DataError, Problem, RecipeError
+from megaspec.precision.spec import BLACKWELL_SM
 from megaspec.resolve.resolver import resolve, settle
 from megaspec.rules import table
 from megaspec.rules.examples import B200_WITH_TE, CPU, EXAMPLES, FACTS, H200, H200_WITH_TE
 from megaspec.rules.table import RULES
 from megaspec.rules.unbuilt import unbuilt_problems
-from megaspec_kernels.catalog import CATALOG, Requirement
+from megaspec_kernels.catalog import BLACKWELL, CATALOG, Requirement
 from tests.rules.composed import composed
 
 # Words by which a message says what to do.
@@ -187,7 +188,7 @@ _FP8 = ("precision.kind=fp8",)
         (
             ("precision.recipe=blockwise", "model.n_kv_heads=4", "model.d_ffn=512"),
             B200,
-            "needs Hopper (sm90), this GPU is sm100; set precision.recipe=tensorwise, delayed or rowwise",
+            "needs Hopper (sm90), this GPU is sm100; set precision.recipe=tensorwise, delayed, rowwise, mxfp8 or nvfp4",
         ),
         (("model.n_layers=1",), H200, "2 + 1 = 3 layers in bf16 must be fewer than model.n_layers=1; lower both"),
         (("model.n_layers=3",), H200, "2 + 1 = 3 layers in bf16 must be fewer than model.n_layers=3; try 1"),
@@ -494,43 +495,167 @@ def test_a_guessed_number_of_replicas_is_not_held_against_the_batch():
         (89, {"tensorwise", "delayed", "rowwise"}),
         (90, {"tensorwise", "delayed", "rowwise", "blockwise"}),
         (100, {"tensorwise", "delayed", "rowwise", "mxfp8", "nvfp4"}),
+        (120, {"tensorwise", "delayed", "rowwise"}),
     ],
 )
 def test_fp8_recipes_run_on_the_gpus_that_they_are_for(sm, legal):
-    target = H200.model_copy(update={"sm": sm})
+    target = H200_WITH_TE.model_copy(update={"sm": sm})
     wide = ("model.n_kv_heads=4", "model.d_ffn=512")
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"):
         problems = broken(("precision.kind=fp8", f"precision.recipe={recipe}", *wide), target)
         assert ("fp8-gpu" in {p.code for p in problems}) == (recipe not in legal)
         for problem in problems:
-            # what is planned alone is no way out
-            trained = legal - {"mxfp8", "nvfp4"}
-            assert set(re.split(", | or ", problem.message.rpartition("precision.recipe=")[2])) == trained
+            assert set(re.split(", | or ", problem.message.rpartition("precision.recipe=")[2])) == legal
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-@pytest.mark.parametrize("linear", ["torch", "te"])
-@pytest.mark.parametrize("gpu", ["H200", "B200"])
-def test_what_needs_blackwell_is_told_alike_and_its_way_out_ends_in_training(gpu, linear, recipe):
-    """Whichever kernel is asked for: none of them was built, and no package helps."""
-    target = {"H200": H200_WITH_TE, "B200": B200_WITH_TE}[gpu]
-    words = ("precision.kind=fp8", "model.n_kv_heads=4", "model.d_ffn=512")
-    own = (f"precision.recipe={recipe}", f"kernels.linear={linear}")
-    problems = broken((*words, *own), target)
-    if not problems:
-        # planned, and refused by train
-        assert (gpu, linear) == ("B200", "torch")
-        made = composed("hello", (*words, *own))
-        problems = unbuilt_problems(settle(made.recipe, target, FACTS, made.origins).recipe)
-    (problem,) = problems
-    assert problem.key == "precision.recipe"
-    assert f"precision.recipe={recipe}" in problem.message
-    assert "needs Blackwell (sm100) and is not built, as nobody could run it" in problem.message
-    assert "Transformer Engine" not in problem.message
-    set_to = dict(re.findall(r"(precision\.recipe|kernels\.linear)=(\w+)", problem.message.rpartition("; set ")[2]))
-    mended = dict(word.split("=") for word in own) | set_to
-    assert mended["precision.recipe"] == "tensorwise"
-    assert broken((*words, *(f"{key}={value}" for key, value in mended.items())), target) == []
+@pytest.mark.parametrize(
+    ("overrides", "target", "said"),
+    [
+        # a GPU that has no such tensor cores, whatever kernel is asked for
+        (
+            (),
+            H200_WITH_TE,
+            "precision.recipe=mxfp8 needs Blackwell (sm100 to sm119), this GPU is sm90; set "
+            "precision.recipe=tensorwise, delayed, rowwise or blockwise",
+        ),
+        (
+            ("kernels.linear=te",),
+            H200_WITH_TE,
+            "set precision.recipe=tensorwise, delayed, rowwise or blockwise",
+        ),
+        # the package is there, and auto takes it
+        ((), B200_WITH_TE, None),
+        (("kernels.linear=te",), B200_WITH_TE, None),
+        (("precision.format=hybrid",), B200_WITH_TE, None),
+        (
+            ("kernels.linear=torch",),
+            B200_WITH_TE,
+            "kernels.linear=torch takes precision.recipe=mxfp8 on CPUs alone; set kernels.linear=te, or "
+            "precision.recipe=tensorwise and kernels.linear=torch",
+        ),
+        # it is not
+        (
+            (),
+            B200,
+            "kernels.linear=auto has no kernel for precision.recipe=mxfp8: te needs the package transformer-engine, "
+            "which is not installed (pip install 'megaspec[te]'); set precision.recipe=tensorwise, or "
+            "kernels.linear=reference, which multiplies in fp32, slower than bf16",
+        ),
+        (
+            ("kernels.linear=te",),
+            B200,
+            "kernels.linear=te needs the package transformer-engine, which is not installed (pip install "
+            "'megaspec[te]'); set precision.recipe=tensorwise and kernels.linear=torch",
+        ),
+        (("kernels.linear=reference",), B200, None),
+        (("kernels.linear=reference", "precision.first_layers_bf16=0", "precision.last_layers_bf16=0"), B200, None),
+        # CPUs compute it by the definition
+        ((), CPU, None),
+        (("kernels.linear=te",), CPU, "kernels.linear=te needs cuda, the target is cpu; set kernels.linear=torch"),
+        (
+            ("kernels.fp8_cast=reference",),
+            CPU,
+            "kernels.fp8_cast=reference is not read: kernels.linear casts and multiplies itself with "
+            "precision.recipe=mxfp8; set kernels.fp8_cast=auto",
+        ),
+        (
+            ("model.d_ffn=336",),
+            B200_WITH_TE,
+            "model.d_ffn=336 must be a multiple of 32 with precision.kind=fp8 and precision.recipe=mxfp8; try "
+            "320 or 352, or precision=bf16",
+        ),
+        (
+            ("model.d_ffn=352", "parallelism.tp=2", "launcher.ranks=2"),
+            B200_WITH_TE.model_copy(update={"gpus": 2}),
+            "model.d_ffn=352 / parallelism.tp=2 must be a multiple of 32",
+        ),
+        (
+            ("data.seq_len=48", "train.micro_batch=1"),
+            B200_WITH_TE,
+            "data.seq_len=48 must be a multiple of 32",
+        ),
+        (
+            ("precision.gather_fp8=true",),
+            B200_WITH_TE,
+            "precision.gather_fp8=true needs kernels.linear=torch",
+        ),
+        (
+            ("model.moe={n_experts: 8}",),
+            B200_WITH_TE,
+            "precision.recipe=mxfp8 has no grouped products, and model.moe has experts; set "
+            "precision.recipe=tensorwise, delayed or rowwise",
+        ),
+    ],
+)
+def test_mxfp8_is_computed_where_it_can_be(overrides, target, said):
+    words = (*_FP8, "precision.recipe=mxfp8", "model.n_kv_heads=4", "model.d_ffn=512")
+    texts = [problem.message for problem in broken((*words, *overrides), target)]
+    if said is None:
+        assert texts == []
+        made = composed("hello", (*words, *overrides))
+        filled = settle(made.recipe, target, FACTS, made.origins).recipe
+        assert unbuilt_problems(filled) == []
+        if target is B200_WITH_TE:
+            assert filled.kernels.linear == "te"
+        assert filled.precision.format == ("hybrid" if "precision.format=hybrid" in overrides else "e4m3")
+    else:
+        assert any(said in text for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "target", "said"),
+    [
+        (
+            (),
+            H200_WITH_TE,
+            "precision.recipe=nvfp4 needs Blackwell (sm100 to sm119), this GPU is sm90; set precision.rec",
+        ),
+        ((), B200_WITH_TE, None),
+        (("precision.gradient_rounding=nearest",), B200_WITH_TE, None),
+        ((), CPU, None),
+        (
+            ("kernels.linear=torch",),
+            B200_WITH_TE,
+            "kernels.linear=torch takes precision.recipe=nvfp4 on CPUs alone; set",
+        ),
+        ((), B200, "kernels.linear=auto has no kernel for precision.recipe=nvfp4: te needs the package"),
+        (("precision.format=hybrid",), B200_WITH_TE, "precision.format=hybrid does not go with precision.recipe=nvfp4"),
+        (("model.moe={n_experts: 8}",), B200_WITH_TE, "precision.recipe=nvfp4 has no grouped products"),
+        (("model.d_ffn=336",), B200_WITH_TE, "model.d_ffn=336 must be a multiple of 32"),
+        (("precision.gather_fp8=true",), B200_WITH_TE, "precision.gather_fp8=true needs kernels.linear=torch"),
+        (
+            (
+                "parallelism.tp=2",
+                "launcher.ranks=2",
+                "data.seq_len=34",
+                "train.micro_batch=16",
+                "train.global_batch=16",
+            ),
+            CPU,
+            "data.seq_len=34 / (parallelism.cp=1 · parallelism.tp=2) = 17 tokens must be even with "
+            "precision.recipe=nvfp4 and parallelism.sequence_parallel=true; try 32 or 36",
+        ),
+    ],
+)
+def test_nvfp4_is_computed_where_it_can_be(overrides, target, said):
+    words = (*_FP8, "precision.recipe=nvfp4", "model.n_kv_heads=4", "model.d_ffn=512")
+    texts = [problem.message for problem in broken((*words, *overrides), target)]
+    if said is None:
+        assert texts == []
+    else:
+        assert any(said in text for text in texts), texts
+
+
+def test_what_blackwell_alone_has_is_said_alike():
+    assert tuple(BLACKWELL_SM) == BLACKWELL
+
+
+def test_only_nvfp4_rounds_at_random():
+    words = (*_FP8, "precision.recipe=rowwise", "precision.gradient_rounding=nearest")
+    (problem,) = broken(words, H200)
+    assert problem.message.startswith(
+        "precision.gradient_rounding=nearest is not read: precision.recipe=rowwise rounds gradients to nearest"
+    )
 
 
 def test_a_warm_up_that_outlasts_the_run_is_held_against_the_steps_that_were_set():

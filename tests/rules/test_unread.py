@@ -33,6 +33,10 @@ REFUSED = {
         "precision.margin=2 is not read: precision.recipe=rowwise fits scales to the elements at hand;"
         " set precision.margin=0, or precision.recipe=delayed"
     ),
+    ("precision.gradient_rounding=nearest", "precision=fp8", "precision.recipe=rowwise"): (
+        "precision.gradient_rounding=nearest is not read: precision.recipe=rowwise rounds gradients to nearest;"
+        " set precision.gradient_rounding=stochastic, or precision.recipe=nvfp4"
+    ),
     ("kernels.linear=reference", "precision=fp8", *ALL_IN_FP8): (
         "kernels.linear=reference is not read: precision.first_layers_bf16=0 and precision.last_layers_bf16=0 have"
         " kernels.fp8_cast and kernels.scaled_product compute all linear layers; set kernels.linear=auto, or"
@@ -59,6 +63,7 @@ REFUSED = {
     ),
 }
 READ = [
+    ("precision.gradient_rounding=nearest", "precision=fp8", "precision.recipe=nvfp4", "model.d_ffn=352"),
     (MERGE, "parallelism.cp=2"),
     ("kernels.linear=reference", "precision=bf16"),
     ("kernels.linear=reference", "precision=fp8"),

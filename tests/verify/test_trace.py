@@ -229,6 +229,14 @@ def test_products_in_fp8(layout):
     check(f"{SMALL} {FP8} precision.recipe={layout}")
 
 
+@pytest.mark.parametrize("layout", ["", "kernels.compile=none", "parallelism.sequence_parallel=false"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_products_in_blackwells_formats(recipe, layout):
+    """By Transformer Engine, which is asked for nothing: matrices without numbers are the reference's."""
+    words = f"precision.recipe={recipe} gpus=2 parallelism.tp=2 train.global_batch=4 {layout}"
+    check(f"{SMALL} {FP8} {words}".replace("H200", "B200"))
+
+
 @pytest.mark.parametrize("table", ["INPUTS_IN_FP8", "GRADIENTS_IN_FP8"])
 def test_bytes_that_are_priced_as_two_show(table, monkeypatch):
     monkeypatch.setattr(communication, table, ())

@@ -13,13 +13,14 @@ take any number.
 
 # M rows, K columns of a matrix; O, I those of a weight
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import LARGEST
+from megaspec_kernels.linear.factors import Cast, Factor, Layout
 from megaspec_kernels.te_package import TransformerEngine, transformer_engine
 
 Scales = Literal["tensor", "lines", "squares"]
@@ -27,20 +28,6 @@ Scales = Literal["tensor", "lines", "squares"]
 
 # What a number of tokens is brought to; a multiple of all that is asked for.
 UNIT = 16
-
-
-class Factor(NamedTuple):
-    """A matrix in fp8 in one layout."""
-
-    values: Tensor
-    scale: Tensor
-
-
-class Cast(NamedTuple):
-    """A matrix in fp8. `columns`: None where they were not asked for."""
-
-    rows: Factor
-    columns: Factor | None
 
 
 def amax(x_MK: Tensor) -> Tensor:
@@ -103,7 +90,7 @@ def _of_tensor(quantizer: object, x_MK: Tensor, dtype: torch.dtype) -> Cast:
 
 
 def product(
-    layout: Literal["TN", "NN", "NT"],
+    layout: Layout,
     a: Factor,
     b: Factor,
     *,
