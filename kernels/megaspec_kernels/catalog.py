@@ -145,7 +145,9 @@ CATALOG: dict[str, Operation] = {
             ),
             "flash_attn_3": Requirement(
                 devices=("cuda",),
+                # hopper/setup.py builds for sm_90a, which no later GPU runs
                 min_sm=90,
+                max_sm=90,
                 attention_dropout=False,
                 skips_hidden=True,
                 head_size=8,

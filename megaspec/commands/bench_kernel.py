@@ -25,6 +25,7 @@ its name, the command exits with 64. On a CPU shapes are small."""
 
 # A large product in the middle of the measured table, which others are compared with.
 _PRODUCT = (8192, 8192, 4096)
+_NAME_WIDTH = 1 + max(len(name) for one in CATALOG.values() for name in one.implementations)
 
 
 def add_parser(commands: Any) -> None:
@@ -88,15 +89,15 @@ def _asked(words: list[str]) -> dict[str, tuple[str, ...]]:
         return {name: tuple(one.implementations) for name, one in CATALOG.items()}
     found: dict[str, tuple[str, ...]] = {}
     for word in words:
-        operation, _, name = word.partition("=")
+        operation, equals, name = word.partition("=")
         if operation not in CATALOG:
             way_out = did_you_mean(operation, CATALOG) or f"there are {', '.join(CATALOG)}"
             raise RecipeError([Problem("", f"bench kernel {operation}: no such operation; {way_out}")])
         offered = CATALOG[operation].implementations
-        if name and name not in offered:
+        if equals and name not in offered:
             way_out = did_you_mean(name, offered) or f"there are {', '.join(offered)}"
             raise RecipeError([Problem("", f"bench kernel {word}: no such implementation; {way_out}")])
-        found[operation] = found.get(operation, ()) + ((name,) if name else tuple(offered))
+        found[operation] = found.get(operation, ()) + ((name,) if equals else tuple(offered))
     return found
 
 
@@ -123,7 +124,7 @@ def _where(target: Target, throughput: MeasuredThroughput | None) -> str:
 
 def as_text(row: "Row", throughput: MeasuredThroughput | None) -> str:
     """A row for people: `unpermute triton  16384 x 8 x 2048  0.12 of the gate  0.31 ms  1,912 GB/s, 55 %`."""
-    head = f"{row.operation:16}{row.implementation:11}"
+    head = f"{row.operation:16}{row.implementation:{_NAME_WIDTH}}"
     if row.cannot_run:
         return f"{head}can't run here: {row.why}"
     if row.seconds is None:

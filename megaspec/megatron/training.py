@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 
+from megaspec.core.problems import value_at
 from megaspec.megatron.draft import RecipeDraft
 from megaspec.train.batch_schedule import BatchSchedule
 from megaspec.train.spec import BatchRamp, TrainSpec
@@ -432,8 +433,7 @@ def _fp8(draft: RecipeDraft) -> None:
     draft.put("precision.format", draft["--fp8-format"], "--fp8-format")
     _fp8_scales(draft, is_delayed=recipe == "delayed")
     _layers_in_bf16(draft)
-    if draft["--fp8-param-gather"] and not draft["--use-torch-fsdp2"]:
-        draft.put("precision.gather_fp8", True, "--fp8-param-gather")
+    _fp8_gather(draft, recipe)
 
 
 def _fp4(draft: RecipeDraft) -> None:
@@ -459,6 +459,22 @@ def _layers_in_bf16(draft: RecipeDraft) -> None:
         else:
             # without the switch Megatron has none
             draft.put(f"precision.{key}", 0, "--first-last-layers-bf16")
+
+
+def _fp8_gather(draft: RecipeDraft, recipe: str) -> None:
+    """In which bytes weights are sent, which here changes no number. Megatron's distributed optimizer (zero1) sends
+    them in fp8, too."""
+    name = "--fp8-param-gather"
+    # with torch's FSDP2 Megatron itself turns it off: silent.py
+    if not draft[name] or draft["--use-torch-fsdp2"]:
+        return
+    strategy = value_at(draft.content, "parallelism.dp_strategy") or "replicate"
+    if strategy not in ("fsdp", "hsdp"):
+        draft.note(name, f"with parallelism.dp_strategy={strategy} no weights are sent in fp8 here, with fsdp alone")
+    elif recipe not in ("tensorwise", "delayed"):
+        draft.note(name, f"weights of precision.recipe={recipe} are sent in bf16: a tensor has several scales")
+    else:
+        draft.put("precision.gather_fp8", True, name)
 
 
 def _fp8_scales(draft: RecipeDraft, *, is_delayed: bool) -> None:

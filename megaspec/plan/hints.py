@@ -38,6 +38,7 @@ def hints(spec: Spec, hardware: Hardware, throughput: MeasuredThroughput, *, sec
     """Of a resolved recipe on such GPUs, whose step takes `seconds`."""
     return (
         *_never_run(spec),
+        *_unmeasured_attention(spec, hardware, throughput),
         *_attention_dropout(spec, hardware, throughput, seconds),
         *_wide_tp(spec, hardware, throughput, seconds),
         *_deterministic(spec, hardware, throughput, seconds),
@@ -123,6 +124,19 @@ def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughpu
 
 def _each_once(texts: list[str]) -> str:
     return " and ".join(dict.fromkeys(texts))
+
+
+def _unmeasured_attention(spec: Spec, hardware: Hardware, throughput: MeasuredThroughput) -> Iterator[Hint]:
+    """An implementation without a figure beside others that have some: its times are another one's."""
+    key = "kernels.attention"
+    name = spec.kernels.attention
+    measured = {rate.implementation for rate in throughput.attention_rates}
+    # reference is reckoned by its products, and where nothing was measured the speeds of the plan say so
+    if not measured or name in measured or name == "reference":
+        return
+    text = f"{key}={name} was not measured on {hardware.name}: its time is reckoned as sdpa's for the pairs that are"
+    text += " seen; where it is installed megaspec bench throughput measures it, and throughput=FILE plans with that"
+    yield Hint(key=key, text=text, overrides=())
 
 
 def _attention_dropout(

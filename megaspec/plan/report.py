@@ -13,13 +13,11 @@ from megaspec.estimate.hardware import LEFT_FREE, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
 from megaspec.plan.plan import Fit, MachineMemory, Message, Plan, RankGroup, RankView, SchedulePart, make_plan
-from megaspec.precision.spec import fp8_recipe
 from megaspec.resolve.fill import PLAIN
 from megaspec.rules.unbuilt import feature_of
 from megaspec.rules.unread import unmet_needs
 from megaspec.search.tune import SEARCHED
 from megaspec.spec import Decision, Spec
-from megaspec_kernels.catalog import IDLE_BESIDE_LINEAR, casts_itself
 
 _BAR = 40
 _MOST_STAGES = 8
@@ -569,9 +567,6 @@ def _is_idle(key: str, spec: Spec) -> bool:
     """Whether nothing of this run asks for a decision, or another line of the screen says it."""
     if key.startswith(_OF_PIPELINES):
         return spec.parallelism.pp == 1
-    casts_alone = casts_itself(spec.kernels.linear, fp8_recipe(spec.precision))
-    if key.removeprefix(_KERNELS) in IDLE_BESIDE_LINEAR and casts_alone:
-        return True
     return key == "parallelism.sequence_parallel" or bool(unmet_needs(key, spec))
 
 

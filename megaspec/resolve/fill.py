@@ -516,9 +516,7 @@ def kernels(draft: ResolverDraft) -> None:
             measured = fastest_attention(draft.target, use)
             if measured is not None:
                 best = measured
-                reason = f"the fastest that was measured on {draft.target.gpu} for heads of {use.head_size}"
-                if use.deterministic:
-                    reason += " with sums in any order"
+                reason = _fastest_measured(draft.target, use)
             elif device == "cuda":
                 reason = _first_of_the_catalog(use)
             if best == "sdpa" and device == "cuda" and use.deterministic:
@@ -539,6 +537,18 @@ def kernels(draft: ResolverDraft) -> None:
         draft.fill("kernels.compile", "block", "fuses what lies between matrix products")
     else:
         draft.fill("kernels.compile", "none", "no GPU")
+
+
+def _fastest_measured(target: Target, use: Use) -> str:
+    """Why an implementation of attention is taken that was measured, and in what the use differs from that."""
+    reason = f"the fastest that was measured on {target.gpu} for heads of {use.head_size}"
+    if use.blocks:
+        reason += " and whole sequences"
+    if use.score_cap:
+        reason += " without a cap of scores"
+    if use.deterministic:
+        reason += " with sums in any order"
+    return reason
 
 
 def _first_of_the_catalog(use: Use) -> str:

@@ -138,8 +138,13 @@ def _profiles_what_is_done(old: Spec, recipe: Recipe, done_steps: int, origins: 
     if steps is None or steps == old.profile.steps or steps[0] > done_steps:
         return []
     text = f"profile.steps={show(list(steps))}: {done_steps} steps are done, and can't be profiled any more"
-    length = max(0, steps[1] - steps[0])
-    text += f"; take later ones, such as [{done_steps + 1}, {done_steps + 1 + length}]"
+    first = done_steps + 1
+    last = first + max(0, steps[1] - steps[0])
+    if first <= recipe.train.steps:
+        last = min(last, recipe.train.steps)
+    text += f"; take later ones, such as [{first}, {last}]"
+    if last > recipe.train.steps:
+        text += f" with train.steps={last}"
     return [Problem("profile.steps", text, origin_of(origins, "profile.steps"), "resume-profile")]
 
 

@@ -424,12 +424,6 @@ _MODEL = {
         "kernels.linear",
         target=B200_WITH_TE,
     ),
-    "te-casts": Example(
-        (_FP8, "kernels.linear=te", "kernels.fp8_cast=triton"),
-        ("kernels.fp8_cast=auto",),
-        "kernels.fp8_cast",
-        target=H200_WITH_TE,
-    ),
     "kernel-grouped": Example((_moe(), "kernels.grouped=torch"), ("kernels.grouped=reference",), "kernels.grouped"),
 }
 _UNREAD = {
@@ -784,7 +778,7 @@ _INIT = {
 _PROFILE = {
     "profile-order": Example(("profile.steps=[12, 10]",), ("profile.steps=[10, 12]",), "profile.steps"),
     "profile-steps": Example(
-        ("train.steps=300", "profile.steps=[299, 301]"), ("profile.steps=[298, 300]",), "profile.steps"
+        ("train.steps=300", "profile.steps=[299, 301]"), ("profile.steps=[299, 300]",), "profile.steps"
     ),
     "profile-many": Example(("profile.steps=[10, 109]",), ("profile.steps=[10, 12]",), "profile.steps"),
     "profile-ranks": Example(

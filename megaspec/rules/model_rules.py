@@ -8,8 +8,9 @@ from megaspec.core.units import counted
 from megaspec.precision.spec import BLACKWELL_SM, Fp8Precision, fp8_recipe
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import attention_use_of
+from megaspec.rules.precision_rules import fp8_runs_on_the_gpu
 from megaspec.rules.ways import Way, way_out
-from megaspec_kernels.catalog import BLACKWELL, CATALOG, IDLE_BESIDE_LINEAR, casts_itself, choose, unmet, why_no_lines
+from megaspec_kernels.catalog import CATALOG, Use, choose, unmet, why_no_lines
 
 # From here on tensor cores take fp8 matrices as they are, and Transformer Engine makes no columns of whole tensors.
 _BLACKWELL = 100
@@ -78,7 +79,11 @@ def vocabulary_holds_the_data(case: Case) -> Problem | None:
 
 def attention_kernel_runs(case: Case) -> Problem | None:
     """The attention implementation runs on the target, with the dropout and the cap of scores that the model has."""
-    return _kernel(case, "attention")
+    instead = case.kernel_use
+    # asked only for a report: the rule itself reads no layout, since none mends it
+    if case.mends is not None:
+        instead = attention_use_of(case.recipe)
+    return _kernel(case, "attention", instead=instead)
 
 
 def attention_has_parts_of_sequences(case: Case) -> Problem | None:
@@ -161,31 +166,15 @@ def te_casts_no_experts(case: Case) -> Problem | None:
     return Problem("kernels.linear", f"{text}; set kernels.linear=torch, or precision=bf16")
 
 
-def te_casts_and_multiplies_itself(case: Case) -> Problem | None:
-    """In fp8 linear=te has casts and products of its own, and so has any with mxfp8 and nvfp4: no other is read."""
-    kernels = case.recipe.kernels
-    recipe = fp8_recipe(case.recipe.precision)
-    if not casts_itself(kernels.linear, recipe):
-        return None
-    for operation in IDLE_BESIDE_LINEAR:
-        key = f"kernels.{operation}"
-        if key not in case.decided:
-            text = f"{key}={getattr(kernels, operation)} is not read with"
-            if recipe in BLACKWELL:
-                text += f" precision.recipe={recipe}, which kernels.linear casts and multiplies itself"
-                return Problem(key, f"{text}; set {key}=auto")
-            text += " kernels.linear=te, which casts and multiplies itself"
-            return Problem(key, f"{text}; set {key}=auto, or kernels.linear=torch")
-    return None
-
-
 def experts_are_dequantised_where_it_is_chosen(case: Case) -> Problem | None:
     """Experts' fp8 products without a kernel, dequantised and multiplied in fp32, have to be chosen on a GPU."""
     key = "kernels.scaled_grouped"
     is_chosen = key not in case.decided or case.recipe.kernels.scaled_grouped != "reference"
     if is_chosen or case.recipe.precision.kind != "fp8" or case.moe is None or case.target.device != "cuda":
         return None
-    # of widths another rule speaks
+    # of GPUs without fp8 another rule speaks, and another one of widths
+    if fp8_runs_on_the_gpu(case) is not None:
+        return None
     use = replace(case.kernel_use, widths=())
     lacks = unmet("scaled_grouped", "torch", device="cuda", sm=case.target.sm, use=use)
     if lacks is None:
@@ -266,8 +255,9 @@ def adamw_kernel_runs(case: Case) -> Problem | None:
     return _kernel(case, "adamw")
 
 
-def _kernel(case: Case, operation: str) -> Problem | None:
-    """Why the implementation of an operation can't run on the target, and the one to set instead."""
+def _kernel(case: Case, operation: str, *, instead: Use | None = None) -> Problem | None:
+    """Why the implementation of an operation can't run on the target, and the one to set instead. `instead`: what that
+    one has to do, where it is more than the rule asks for."""
     name = getattr(case.recipe.kernels, operation)
     device = case.target.device
     sm = case.target.sm
@@ -279,7 +269,7 @@ def _kernel(case: Case, operation: str) -> Problem | None:
     asked = _who_asks(case).get(lacks)
     if asked is not None:
         lacks += f", {asked}"
-    best = choose(operation, device=device, sm=sm, use=use, packages=packages)
+    best = choose(operation, device=device, sm=sm, use=instead or use, packages=packages)
     key = f"kernels.{operation}"
     return Problem(key, f"{key}={name} {lacks}; set {key}={best}")
 

@@ -149,17 +149,24 @@ def fp8_gathers_sharded_weights(case: Case) -> Problem | None:
     if not isinstance(precision, Fp8Precision) or not precision.gather_fp8:
         return None
     key = "precision.gather_fp8"
+    # what is needed, what there is, and what to set
+    lacks: list[tuple[str, str, str]] = []
     # what no strategy mends comes first
     if case.recipe.kernels.linear == "te":
-        text = f"{key}=true needs kernels.linear=torch, which takes weights that arrive in fp8; it is te"
-        return Problem(key, f"{text}; set {key}=false, or kernels.linear=torch")
+        needs = "kernels.linear=torch, which takes weights that arrive in fp8"
+        lacks.append((needs, "and it is te", "kernels.linear=torch"))
     if precision.recipe not in _OF_TENSORS:
-        text = f"{key}=true needs scales of whole tensors, precision.recipe is {precision.recipe}"
-        return Problem(key, f"{text}; set {key}=false, or precision.recipe={one_of(_OF_TENSORS)}")
+        is_now = f"precision.recipe is {precision.recipe}"
+        lacks.append(("scales of whole tensors", is_now, f"precision.recipe={one_of(_OF_TENSORS)}"))
     if strategy not in ("fsdp", "hsdp"):
-        text = f"{key}=true needs weights that are gathered for each pass, parallelism.dp_strategy is {strategy}"
-        return Problem(key, f"{text}; set {key}=false, or parallelism.dp_strategy=fsdp")
-    return None
+        is_now = f"parallelism.dp_strategy is {strategy}"
+        lacks.append(("weights that are gathered for each pass", is_now, "parallelism.dp_strategy=fsdp"))
+    if not lacks:
+        return None
+    needs, is_now, _ = lacks[0]
+    # one way out: what else is lacking is set along with it
+    ways = " along with ".join(way for _, _, way in lacks)
+    return Problem(key, f"{key}=true needs {needs}, {is_now}; set {key}=false, or {ways}")
 
 
 def fp8_products_have_whole_tiles(case: Case) -> Problem | None:

@@ -135,7 +135,6 @@ RULES: dict[str, Rule] = {
     "te-experts": model_rules.te_casts_no_experts,
     "te-blackwell": model_rules.blackwell_recipes_are_computed_by_te,
     "te-fp8-gpu": model_rules.te_casts_run_on_the_gpu,
-    "te-casts": model_rules.te_casts_and_multiplies_itself,
     "kernel-grouped": model_rules.grouped_kernel_runs,
     "kernel-unpermute": model_rules.unpermute_kernel_runs,
     "kernel-norm": model_rules.norm_kernel_runs,

@@ -119,6 +119,21 @@ _FP8 = Need(
     "precision.kind={value} computes nothing in fp8",
     "precision=fp8",
 )
+_CASTS_APART = Need(
+    ("kernels.linear",),
+    # in other precisions it would not be read with any
+    lambda recipe: recipe.kernels.linear != "te" or recipe.precision.kind != "fp8",
+    "kernels.linear={value} casts and multiplies itself",
+    "kernels.linear=torch",
+)
+_CASTS_OF_ANY = Need(
+    ("precision.recipe",),
+    lambda recipe: (
+        recipe.kernels.linear == "te" or not casts_itself(recipe.kernels.linear, fp8_recipe(recipe.precision))
+    ),
+    "kernels.linear casts and multiplies itself with precision.recipe={value}",
+    "precision.recipe=tensorwise",
+)
 _GATE = Need(
     ("model.mlp.kind",),
     lambda recipe: recipe.model.mlp.kind != "plain",
@@ -195,8 +210,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kernels.unpermute": (_EXPERTS,),
     "kernels.gated": (_GATE,),
     "kernels.rope": (_ROTATION,),
-    "kernels.fp8_cast": (_FP8,),
-    "kernels.scaled_product": (_FP8,),
+    "kernels.fp8_cast": (_FP8, _CASTS_APART, _CASTS_OF_ANY),
+    "kernels.scaled_product": (_FP8, _CASTS_APART, _CASTS_OF_ANY),
     "kernels.scaled_grouped": (_FP8, _EXPERTS),
     "kernels.adamw": (_ADAMW,),
     "precision.amax_history": (_DELAYED,),

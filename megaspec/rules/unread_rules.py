@@ -37,12 +37,12 @@ def rope_kernel_is_of_rotary_positions(case: Case) -> Problem | None:
 
 
 def fp8_cast_is_of_fp8(case: Case) -> Problem | None:
-    """A kernel for the cast to fp8 is chosen for a run in fp8."""
+    """A kernel for the cast to fp8 is chosen for a run in fp8 whose linear layers have none of their own."""
     return _unread(case, "kernels.fp8_cast")
 
 
 def scaled_product_is_of_fp8(case: Case) -> Problem | None:
-    """A kernel for fp8 products is chosen for a run in fp8."""
+    """A kernel for fp8 products is chosen for a run in fp8 whose linear layers have none of their own."""
     return _unread(case, "kernels.scaled_product")
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,11 +20,14 @@ from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.step_communication import COPIES, TIED, WHOLE
 from megaspec.estimate.trained import gathers_fp8
 from megaspec.nn.decoder import Decoder, Unit
+from megaspec.nn.fp8 import Fp8Pair
 from megaspec.nn.layer.facts import WeightCount
+from megaspec.nn.moe.fp8 import Fp8Experts
 from megaspec.nn.moe.module import Moe
 from megaspec.optim.narrow import NarrowAdamW
 from megaspec.optim.spec import MuonSpec, has_narrow_states
 from megaspec.precision.scaler import build_scaler
+from megaspec.precision.spec import Fp8Precision
 from megaspec.runtime.build import TrainState, build, mesh_of
 from megaspec.runtime.position import Position
 from megaspec.runtime.step import train_step
@@ -38,6 +41,7 @@ from megaspec.verify.trace_memory import (
 )
 from megaspec.verify.trace_recorder import Call, Recorder, TracePoint
 from megaspec_kernels.attention.documents import whole_rows
+from megaspec_kernels.catalog import BLACKWELL
 from megaspec_kernels.spec import KernelsSpec
 
 # Tensors of this device have no numbers: trace_recorder.py, note "Meta tensors".
@@ -189,6 +193,7 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
             built.data_parallel.gather_weights()
             recorder.calls.clear()
         _balance(built)  # loads of experts are numbers, which a trace has none of
+        _name_weights_of_experts(built, recorder)
         _name_what_is_held(built, recorder)
         batches = _batches(spec)
         for batch in batches:
@@ -287,6 +292,12 @@ def _check(spec: Spec) -> None:
     if isinstance(spec.optim, MuonSpec) and spec.world_size > 1:
         text = "optim.kind=muon can't be traced: its ranks tell each other what they hold, and a trace has one of them"
         problems.append(Problem("optim.kind", f"{text}; leave --trace out, or set optim=adamw", ""))
+    precision = spec.precision
+    # formats of blocks of 32 and 16 have casts of ours for tensors without numbers
+    casts_apart = isinstance(precision, Fp8Precision) and precision.recipe not in BLACKWELL
+    if spec.kernels.linear == "te" and casts_apart:
+        text = "kernels.linear=te can't be traced: in fp8 Transformer Engine casts tensors that have numbers"
+        problems.append(Problem("kernels.linear", f"{text}; leave --trace out, or set kernels.linear=torch", ""))
     offload = spec.parallelism.offload
     for name, value in (("layers", offload.layers), ("optimizer", offload.optimizer)):
         if value:
@@ -347,6 +358,26 @@ def _enough(spec: Spec) -> int:
     return min(shape.micro_batches, 2 * shape.pp * shape.virtual)
 
 
+def _name_weights_of_experts(built: TrainState, recorder: Recorder) -> None:
+    """What experts quantise of their matrices stays until the next update, though it is made within a layer's pass; of
+    other layers the recorder knows by the operation that takes their weight."""
+    for linear in built.fp8.linears.values():
+        if isinstance(linear, Fp8Experts):
+            linear.weight = _named_weight(linear, recorder)
+
+
+def _named_weight(experts: Fp8Experts, recorder: Recorder) -> Callable[[Tensor], Fp8Pair]:
+    quantised = experts.weight
+
+    def named(weight: Tensor) -> Fp8Pair:
+        pair = quantised(weight)
+        for layout in pair:
+            recorder.memory.name(layout.values, WEIGHTS)
+        return pair
+
+    return named
+
+
 def _name_what_is_held(built: TrainState, recorder: Recorder) -> None:
     """Everything else that was made so far is the optimizer's."""
     memory = recorder.memory
@@ -354,7 +385,7 @@ def _name_what_is_held(built: TrainState, recorder: Recorder) -> None:
         for x in (*chunk.parameters(), *chunk.buffers()):
             memory.name(x, WEIGHTS)
     for bucket in built.data_parallel.buckets:
-        for buffer, kind in ((bucket.weights, WEIGHTS), (bucket.sums, GRADIENTS)):
+        for buffer, kind in ((bucket.weights, WEIGHTS), (bucket.bytes, WEIGHTS), (bucket.sums, GRADIENTS)):
             if buffer is None:
                 continue
             # a whole bucket that is not kept is made for a collective; this rank's own part of it may lie inside it

@@ -12,7 +12,7 @@ from megaspec.core.axes import (
     expert_shard_degrees,
     rank_groups,
 )
-from megaspec.estimate.buckets import stage_buckets
+from megaspec.estimate.buckets import StageBuckets, stage_buckets
 from megaspec.estimate.communication import AGREED, collectives_of
 from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.memory import memory_of
@@ -77,12 +77,28 @@ def _memory(spec: Spec, trace: Trace) -> Iterator[Row]:
     planned = memory_of(spec, device="meta")[trace.stage]
     # the plan is of the ranks that have most, where ranks share out rows that they don't divide
     chunks = stages_of(spec.model.n_layers, spec.parallelism)[trace.stage]
-    is_bound = trace.held < stage_buckets(spec, chunks).all.trained.most_held.total
+    buckets = stage_buckets(spec, chunks)
+    is_bound = trace.held < buckets.all.trained.most_held.total
     for kind in KINDS:
         tolerance = MEMORY_TOLERANCE if kind in ("weights", "gradients", "optimizer") else None
+        slack = _FEW_BYTES
+        if kind == "weights":
+            slack += _copies_of_a_unit(spec, buckets)
         traced = trace.memory.get(kind, 0)
-        yield Row(kind.replace("_", " "), "bytes", getattr(planned, kind), traced, tolerance, is_bound, _FEW_BYTES)
+        yield Row(kind.replace("_", " "), "bytes", getattr(planned, kind), traced, tolerance, is_bound, slack)
     yield Row("all memory", "bytes", planned.allocated, sum(trace.memory.values()), MEMORY_TOLERANCE, is_bound)
+
+
+def _copies_of_a_unit(spec: Spec, buckets: StageBuckets) -> int:
+    """Bytes in fp8, in both layouts, of the weights that are gathered together for a pass and freed behind it: a trace
+    whose peak lies elsewhere holds none of them, and one whose next weights are on their way in fp8 holds more."""
+    if spec.parallelism.dp_strategy not in ("fsdp", "hsdp"):
+        return 0
+    degrees = layer_run(spec).degrees
+    copies = [0]
+    for layers in buckets.units:
+        copies.append(sum(2 * layer.fp8_weights_on(degrees).total for layer in layers))
+    return max(copies)
 
 
 def _collectives(spec: Spec, trace: Trace) -> Iterator[Row]:

@@ -124,6 +124,9 @@ def test_one_implementation_alone(capsys):
     assert {(one["operation"], one["implementation"]) for one in lines} == {("unpermute", "reference")}
     assert main(["bench", "kernel", "attention=cuddn"]) != 0
     assert "bench kernel attention=cuddn: no such implementation; did you mean cudnn?" in capsys.readouterr().err
+    # an empty name is none of them, and not all
+    assert main(["bench", "kernel", "unpermute="]) == 64
+    assert "bench kernel unpermute=: no such implementation; there are triton, reference" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
@@ -147,3 +150,8 @@ def test_what_is_merely_listed_says_what_it_needs(capsys):
     out, err = capsys.readouterr()
     assert "can't run here: needs cuda, the target is cpu" in out
     assert err == ""
+
+
+def test_the_longest_name_stands_apart_from_what_is_said_of_it(capsys):
+    assert main(["bench", "kernel", "attention=flash_attn_2"]) == 64
+    assert "flash_attn_2 can't run here" in capsys.readouterr().out

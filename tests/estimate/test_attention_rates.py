@@ -133,6 +133,17 @@ def test_what_nobody_measured_is_not_called_the_best(kind: str, words: tuple[str
     assert ("bench throughput" in reason) == ("bench throughput" in told)
 
 
+def test_what_was_measured_otherwise_than_it_is_used_is_told() -> None:
+    """Figures, here those that ship, are of whole sequences, and of scores without a cap."""
+    capped = attention_of(*WIDE, "model.attention.score_cap=30.0", target=INSTALLED)
+    assert capped[0] == "flash_attn"
+    assert "was measured on NVIDIA H200 for heads of 128 without a cap of scores" in capped[1]
+    parts = ("launcher.ranks=2", "parallelism.cp=2")
+    of_parts = attention_of(*DOCUMENTS, *parts, target=INSTALLED.model_copy(update={"gpus": 2}))
+    assert of_parts[0] == "flash_attn"
+    assert "was measured on NVIDIA H200 for heads of 128 and whole sequences" in of_parts[1]
+
+
 def test_with_dropout_nothing_is_left_to_compare() -> None:
     reason = attention_of(*WIDE, "model.attention.dropout=0.1", target=H200.model_copy(update={"gpus": 1}))[1]
     assert reason == "first of the catalog that runs with attention dropout"

@@ -463,6 +463,8 @@ def table_of_readme() -> str:
     lines = [heads, "|---" * 12 + "|"]
     for name, need in CATALOG["attention"].implementations.items():
         gpu = f"sm{need.min_sm}" if need.min_sm else "any, and CPUs"
+        if need.min_sm == need.max_sm:
+            gpu += " alone"
         sizes = "all"
         if need.head_size > 1:
             sizes = f"from {need.head_size}"

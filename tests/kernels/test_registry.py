@@ -65,6 +65,13 @@ def test_the_choice_follows_the_target() -> None:
 def test_what_is_missing_is_named() -> None:
     assert unmet("cross_entropy", "triton", device="cpu", sm=0) == "needs cuda, the target is cpu"
     assert unmet("cross_entropy", "triton", device="cuda", sm=75) == "needs sm80, this GPU is sm75"
+    packages = ("flash-attn-3", "flash-attn-4")
+    # 3 is built for Hopper's own instructions, 4 compiles for the GPU at hand
+    assert unmet("attention", "flash_attn_3", device="cuda", sm=90, packages=packages) is None
+    assert unmet("attention", "flash_attn_3", device="cuda", sm=100, packages=packages) == (
+        "runs up to sm90, this GPU is sm100"
+    )
+    assert unmet("attention", "flash_attn", device="cuda", sm=100, packages=packages) is None
     assert unmet("attention", "sdpa", device="cpu", sm=0, use=Use(attention_dropout=True)) == "has no attention dropout"
     assert unmet("adamw", "torch", device="cuda", sm=90, use=Use(narrow_states=True)) == "keeps states in 32 bits"
     assert unmet("cross_entropy", "triton", device="cuda", sm=90, use=Use(precision="fp64")) == (

@@ -659,6 +659,30 @@ def test_other_scales_do_not_look_back():
     assert draft.notes["--fp8-margin"] == draft.notes["--fp8-amax-history-len"] == "only delayed scales look back"
 
 
+@pytest.mark.parametrize(
+    ("flags", "gathers", "note"),
+    [
+        ("--use-distributed-optimizer", False, "with parallelism.dp_strategy=zero1 no weights are sent in fp8 here"),
+        ("", False, "with parallelism.dp_strategy=replicate no weights are sent in fp8 here"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", True, ""),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --fp8-recipe blockwise",
+            False,
+            "weights of precision.recipe=blockwise are sent in bf16",
+        ),
+    ],
+)
+def test_weights_are_sent_in_fp8_where_they_can_be(flags, gathers, note, tmp_path):
+    """The published command has the flag with the distributed optimizer."""
+    line = f"{FP8} --fp8-param-gather {flags}"
+    if "blockwise" in flags:
+        line = line.replace("hybrid", "e4m3")
+    draft = draft_of(line)
+    assert draft.lost == []
+    assert note in draft.notes.get("--fp8-param-gather", "")
+    assert recipe_of(line, tmp_path).precision.gather_fp8 is gathers
+
+
 PER_SPLIT = SMALL.replace("--data-path", "--train-data-path")
 
 

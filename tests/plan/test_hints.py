@@ -139,6 +139,21 @@ def test_what_was_not_measured_in_one_order_is_told_without_a_factor(words, kind
     assert exact.step_time.seconds == pytest.approx(plain.step_time.seconds)
 
 
+@pytest.mark.parametrize("name", ["flash_attn_2", "flash_attn_3"])
+def test_times_of_attention_that_are_those_of_another_are_told(name):
+    """Figures of the tables are of other implementations."""
+    own = planned("llama3_8b", f"kernels.attention={name}", WHOLE_SEQUENCES, packages=["flash-attn", "flash-attn-3"])
+    plain = planned("llama3_8b", "kernels.attention=sdpa", WHOLE_SEQUENCES)
+    assert f"kernels.attention={name} was not measured on H100" in hint_of(own, "kernels.attention").text
+    assert own.step_time.seconds == pytest.approx(plain.step_time.seconds)
+    assert all(hint.key != "kernels.attention" for hint in plain.hints)
+
+
+def test_attention_without_a_figure_of_any_is_no_exception():
+    words = ("kernels.attention=flash_attn_2", WHOLE_SEQUENCES)
+    assert planned("llama3_8b", *words, name="B200", packages=["flash-attn"]).hints == ()
+
+
 @pytest.mark.parametrize(("kernel", "factor"), [("flash_attn", "1.6"), ("flex", "1.3")])
 def test_documents_in_one_order(kernel, factor):
     words = (f"kernels.attention={kernel}", "data.document_mask=true", WHOLE_SEQUENCES)

@@ -209,6 +209,12 @@ _FP8 = ("precision.kind=fp8",)
         ),
         (("precision.gather_fp8=true",), H200, "set precision.gather_fp8=false, or parallelism.dp_strategy=fsdp"),
         (
+            ("precision.gather_fp8=true", "precision.recipe=rowwise"),
+            H200,
+            "set precision.gather_fp8=false, or precision.recipe=tensorwise or delayed along with"
+            " parallelism.dp_strategy=fsdp",
+        ),
+        (
             ("optim.formats.exp_avg=bf16",),
             H200,
             "try parallelism.dp_strategy=zero1, or optim.formats.exp_avg=fp32",
@@ -233,6 +239,28 @@ def test_messages_on_number_formats_are_true_and_whole(overrides, target, said):
 def test_a_kernel_that_lacks_something_names_who_asks_for_it(overrides, said):
     (problem,) = broken(("kernels.attention=sdpa", *overrides))
     assert said in problem.message
+
+
+@pytest.mark.parametrize(("gpu", "sm", "best"), [("NVIDIA A100", 80, "bf16"), ("Tesla V100", 70, "fp16")])
+def test_experts_in_fp8_on_a_gpu_without_it_are_told_of_that_alone(gpu, sm, best):
+    """Another kernel for them would not help, and bf16 not everywhere."""
+    target = H200.model_copy(update={"gpu": gpu, "sm": sm})
+    (problem,) = broken((*_FP8, "model.moe={n_experts: 8}"), target)
+    assert problem.message.endswith(f"set precision={best}")
+    (problem,) = broken((*_FP8, "model.moe={n_experts: 8}"), B200)
+    assert problem.key == "kernels.scaled_grouped"
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash_attn", "te"])
+def test_what_attends_instead_takes_parts_of_sequences_where_ranks_have_them(name):
+    a100 = H200.model_copy(update={"gpu": "NVIDIA A100", "sm": 80})
+    words = ("precision=bf16", "model.d_head=64", "data.document_mask=true", f"kernels.attention={name}")
+    (problem,) = broken(words, a100)
+    assert problem.message.endswith("set kernels.attention=flex")
+    # documents hide keys, which flex leaves out; it has no parts
+    problems = broken((*words, "parallelism.cp=2"), a100)
+    assert {p.code for p in problems} <= {"kernel-attention", "kernel-attention-parts"}
+    assert all("set kernels.attention=sdpa" in p.message for p in problems)
 
 
 def test_a_batch_that_ranks_do_not_divide_is_blamed_on_no_micro_batch_that_was_decided():
@@ -527,8 +555,8 @@ def test_fp8_recipes_run_on_the_gpus_that_they_are_for(sm, legal):
         (
             ("kernels.fp8_cast=reference",),
             CPU,
-            "kernels.fp8_cast=reference is not read with precision.recipe=mxfp8, which kernels.linear casts and "
-            "multiplies itself; set kernels.fp8_cast=auto",
+            "kernels.fp8_cast=reference is not read: kernels.linear casts and multiplies itself with "
+            "precision.recipe=mxfp8; set kernels.fp8_cast=auto",
         ),
         (
             ("model.d_ffn=336",),

@@ -113,6 +113,13 @@ def test_a_run_that_goes_on_profiles_what_is_left_and_refuses_what_is_done(place
         "profile.steps=[2, 3]: 2 steps are done, and can't be profiled any more; take later ones, such as [3, 4]"
         in told
     )
+    # every way out is taken: within the steps that are left, or with more of them
+    assert main(["resume", "runs/on", "train.steps=4", "profile.steps=[1,9]"]) == 64
+    assert "take later ones, such as [3, 4]   (" in capfd.readouterr().err
+    assert main(["resume", "runs/on", "profile.steps=[1,2]"]) == 64
+    assert "take later ones, such as [3, 4] with train.steps=4" in capfd.readouterr().err
+    assert main(["resume", "runs/on", "train.steps=4", "profile.steps=[3,9]"]) == 64
+    assert "must end by train.steps=4; try [3, 4]" in capfd.readouterr().err
     assert main(["resume", "runs/on", "train.steps=4", "profile.steps=[3,4]", "profile.memory=false"]) == 0
     (event,) = profiles("on")
     assert (event["first_step"], event["step"]) == (3, 4)
@@ -155,7 +162,8 @@ def test_several_ranks_are_profiled_at_once_and_told_by_the_first(place):
     ("words", "told"),
     [
         (("profile.steps=[3,2]",), "profile.steps=[3, 2] must name the first step and then the last; write [2, 3]"),
-        (("profile.steps=[3,9]",), "profile.steps=[3, 9] must end by train.steps=4; try [1, 4]"),
+        (("profile.steps=[3,9]",), "profile.steps=[3, 9] must end by train.steps=4; try [3, 4]"),
+        (("profile.steps=[7,9]",), "profile.steps=[7, 9] must end by train.steps=4; try [4, 4]"),
         (("profile.steps=[2,3]", "profile.ranks=[1]"), "profile.ranks=[1] must name ranks below launcher.ranks=1"),
         (("profile.memory=false",), "profile.memory=false needs profile.steps, which is null"),
         (("profile.steps=[0,3]",), "profile.steps"),

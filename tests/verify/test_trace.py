@@ -173,9 +173,19 @@ IN_FP8 = [
     "rowwise gpus=4 parallelism.tp=2 train.global_batch=8 kernels.compile=none",
     "rowwise gpus=2 parallelism.tp=2 parallelism.recompute={kind:selective,parts:[mlp]} train.global_batch=4",
     "blockwise gpus=2 parallelism.tp=2 train.global_batch=4",
+    "tensorwise gpus=2 parallelism.dp_strategy=fsdp train.global_batch=4",
     "tensorwise gpus=2 parallelism.tp=2 parallelism.recompute.kind=full train.global_batch=4",
     "tensorwise gpus=2 parallelism.tp=2 parallelism.sequence_parallel=false train.global_batch=4",
     "tensorwise gpus=2 parallelism.tp=2 train.global_batch=4 train.trainable=['layers.2.*','layers.3.*','head.*']",
+]
+
+
+# Matrices of experts that are quantised once an update, and gathered so; beside ep and tp.
+EXPERTS_IN_FP8 = [
+    "tensorwise gpus=1 train.global_batch=2",
+    "delayed gpus=4 parallelism.dp_strategy=zero1 parallelism.tp=2 parallelism.ep=2 train.global_batch=4",
+    "rowwise gpus=4 parallelism.dp_strategy=zero1 parallelism.ep=4 train.global_batch=8",
+    "tensorwise gpus=2 parallelism.dp_strategy=fsdp train.global_batch=4 precision.gather_fp8=true",
 ]
 
 
@@ -242,6 +252,12 @@ def test_weights_gathered_in_fp8_are_traced():
     sent = sum(call.bytes * times for call, times in trace.calls.items() if call.kind == "all_gather")
     planned = sum(one.bytes * one.times for one in collectives_of(spec, None) if one.kind == "all_gather")
     assert sent == planned
+
+
+@pytest.mark.parametrize("words", EXPERTS_IN_FP8)
+def test_experts_in_fp8(words):
+    experts = EXPERTS.removesuffix(" parallelism.dp_strategy=zero1")
+    check(f"{experts} {FP8} precision.recipe={words}")
 
 
 # by default each layout with one or two of what is trained
@@ -340,6 +356,7 @@ def test_narrow_states_are_updated_in_one_kernel():
         ("gpus=2 optim=muon", "optim.kind=muon"),
         ("gpus=1 parallelism.offload.layers=2", "parallelism.offload.layers=2"),
         ("gpus=1 parallelism.offload.optimizer=0.5", "parallelism.offload.optimizer=0.5"),
+        (f"gpus=1 {FP8} kernels.linear=te", "kernels.linear=te"),
     ],
 )
 def test_what_needs_numbers_is_refused_with_its_reason(words, key):
