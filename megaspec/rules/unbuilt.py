@@ -22,10 +22,6 @@ class Unbuilt:
     off: Any
     fields: tuple[str, ...]
     """Every path that belongs to it, with what lies below."""
-    values: tuple[Any, ...] = ()
-    """Of the switch, those that turn it on; empty: any but `off`."""
-    way_out: str = ""
-    """Empty: the switch is set to `off`."""
 
 
 _LATENT = tuple(f"model.attention.{name}" for name in ("q_rank", "kv_rank", "d_nope", "d_rope", "d_value"))
@@ -34,7 +30,7 @@ UNBUILT: tuple[Unbuilt, ...] = (Unbuilt("latent attention", "model.attention.kin
 
 def feature_of(switch: str) -> str:
     """What a path that UNBUILT lists turns on, in words."""
-    return next(one.feature for one in UNBUILT if one.switch == switch).rstrip(",")
+    return next(one.feature for one in UNBUILT if one.switch == switch)
 
 
 def unbuilt_problems(recipe: Recipe, origins: Mapping[str, str] | None = None) -> list[Problem]:
@@ -45,15 +41,9 @@ def unbuilt_problems(recipe: Recipe, origins: Mapping[str, str] | None = None) -
         value = value_at(content, one.switch)
         if value is None or value == one.off:
             continue
-        if one.values and value not in one.values:
-            continue
         shown = show(value)
         if isinstance(value, dict):
             shown = "{...}"
-        text = f"{one.switch}={shown}: {one.feature} can be planned, not trained; {_way_out(one)}"
+        text = f"{one.switch}={shown}: {one.feature} can be planned, not trained; set {one.switch}={show(one.off)}"
         problems.append(Problem(one.switch, text, origin_of(origins or {}, one.switch), "unbuilt"))
     return problems
-
-
-def _way_out(one: Unbuilt) -> str:
-    return one.way_out or f"set {one.switch}={show(one.off)}"
