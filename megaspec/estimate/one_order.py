@@ -34,9 +34,10 @@ class OneOrderCost(NamedTuple):
 
     forward: float
     backward: float
-    words: str
-    """Of whom over whom: `FlashAttention-2 is reckoned to take 2.0 times as long forward and 2.6 times backward as
-    cuDNN`."""
+    kernels: str
+    """What computes in one order."""
+    compared: str
+    """Whose seconds in any order they are divided by."""
 
 
 def one_order_cost(recipe: Recipe, hardware: Hardware, attention: AttentionWork) -> OneOrderCost | None:
@@ -45,19 +46,13 @@ def one_order_cost(recipe: Recipe, hardware: Hardware, attention: AttentionWork)
         return None
     if attention.hides_keys:
         name = recipe.kernels.attention
-        backward = _DOCUMENTS_BACKWARD_COST[name]
-        words = f"{name} is reckoned to take {backward:.1f} times as long backward as in any order"
-        return OneOrderCost(1.0, backward, words)
+        return OneOrderCost(1.0, _DOCUMENTS_BACKWARD_COST[name], name, "in any order")
     smallest = min(_BACKWARD_COST)
     largest = max(_BACKWARD_COST)
     # linear between the two sizes
     share = (max(attention.head_size, smallest) - smallest) / (largest - smallest)
     backward = (1 - share) * _BACKWARD_COST[smallest] + share * _BACKWARD_COST[largest]
-    words = (
-        f"FlashAttention-2 is reckoned to take {FLASH_FORWARD_COST:.1f} times as long forward"
-        f" and {backward:.1f} times backward as cuDNN"
-    )
-    return OneOrderCost(FLASH_FORWARD_COST, backward, words)
+    return OneOrderCost(FLASH_FORWARD_COST, backward, "FlashAttention-2", "cuDNN")
 
 
 def attention_kinds(recipe: Recipe) -> Iterator[AttentionWork]:

@@ -1,5 +1,5 @@
-"""What of the recipes of fp8 more than their kernels knows, by precision.recipe: what tensor-parallel ranks that share
-sequences out gather in fp8, see fp8.py, note "Tokens"; how large numbers are."""
+"""What layers, ranks and the plan alike read of precision.recipe: what tensor-parallel ranks that share sequences out
+gather in fp8, see fp8.py, note "Tokens"; bytes of numbers and of scales."""
 
 INPUTS_IN_FP8 = ("tensorwise", "delayed", "rowwise")
 """Inputs of products that divide outputs. Rowwise, with a scale for each token beside them. Blocks of 128 tokens, which

@@ -9,7 +9,7 @@ from megaspec.core.problems import show
 from megaspec.core.units import bytes_in_words, seconds_in_words
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
-from megaspec.estimate.one_order import MEASURED_ON, attention_kinds, one_order_cost, why_not_measured
+from megaspec.estimate.one_order import MEASURED_ON, OneOrderCost, attention_kinds, one_order_cost, why_not_measured
 from megaspec.estimate.step_time import exposed_collectives, step_time
 from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.estimate.topology import topology_of
@@ -103,7 +103,7 @@ def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughpu
     for attention in attention_kinds(spec):
         cost = one_order_cost(spec, hardware, attention)
         if cost is not None:
-            costs.append(cost.words)
+            costs.append(_in_words(cost))
         else:
             not_measured.append(f"attention {why_not_measured(spec, hardware, attention)}")
     if spec.model.moe is not None:
@@ -120,6 +120,13 @@ def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughpu
         told.append(f"not measured with it: {_each_once(not_measured)}, reckoned as with sums in any order")
     told.append("without it a run that goes on has its sums in another order")
     yield Hint(key=key, text=f"{key}=true: {'; '.join(told)}", overrides=(f"{key}=false",))
+
+
+def _in_words(cost: OneOrderCost) -> str:
+    longer = f"{cost.backward:.1f} times as long backward"
+    if cost.forward != 1.0:
+        longer = f"{cost.forward:.1f} times as long forward and {cost.backward:.1f} times backward"
+    return f"{cost.kernels} is reckoned to take {longer} as {cost.compared}"
 
 
 def _each_once(texts: list[str]) -> str:

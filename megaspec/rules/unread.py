@@ -11,9 +11,8 @@ from typing import Any
 from megaspec.core.fields import NAME
 from megaspec.core.problems import show
 from megaspec.data.urls import all_url_places, url_places
-from megaspec.precision.spec import fp8_recipe
+from megaspec.precision.spec import BLACKWELL_SM, fp8_recipe
 from megaspec.recipe import Recipe
-from megaspec_kernels.catalog import casts_itself
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ def _asks_for_linear(recipe: Recipe) -> bool:
     # of `torch` fp8 reads that it is not te
     if precision.kind != "fp8" or recipe.kernels.linear != "reference":
         return True
-    if casts_itself(recipe.kernels.linear, precision.recipe):
+    # it casts and multiplies them itself
+    if precision.recipe in BLACKWELL_SM:
         return True
     if len(precision.layers(model.n_layers)) < model.n_layers:
         return True
@@ -121,16 +121,14 @@ _FP8 = Need(
 )
 _CASTS_APART = Need(
     ("kernels.linear",),
-    # in other precisions it would not be read with any
-    lambda recipe: recipe.kernels.linear != "te" or recipe.precision.kind != "fp8",
+    # in other precisions it would not be read with any, and of Blackwell's recipes _CASTS_OF_ANY speaks
+    lambda recipe: recipe.kernels.linear != "te" or fp8_recipe(recipe.precision) in (None, *BLACKWELL_SM),
     "kernels.linear={value} casts and multiplies itself",
     "kernels.linear=torch",
 )
 _CASTS_OF_ANY = Need(
     ("precision.recipe",),
-    lambda recipe: (
-        recipe.kernels.linear == "te" or not casts_itself(recipe.kernels.linear, fp8_recipe(recipe.precision))
-    ),
+    lambda recipe: fp8_recipe(recipe.precision) not in BLACKWELL_SM,
     "kernels.linear casts and multiplies itself with precision.recipe={value}",
     "precision.recipe=tensorwise",
 )

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megaspec.estimate.target import Target
 from megaspec.nn.linear import WeightGradientSums
-from megaspec.precision.spec import BLACKWELL_SM
 from megaspec_kernels import te_package
 from megaspec_kernels.attention import te as te_attention
 from megaspec_kernels.gate import check
 from megaspec_kernels.scaled_product.bench import by_tensor_cores
 from tests.conftest import Tell
 from tests.gpu.test_fp8 import fp8, losses
+from tests.kernels.wrong_te import needs_blackwell
 from tests.nn import test_fp4 as fp4
 from tests.nn import test_fp8_mx as mx
 from tests.nn.test_fp8_te import RECIPES, format_of, inputs, layer_in, on_grid, quantised
@@ -232,10 +232,7 @@ def test_what_cudnn_does_not_take_is_told() -> None:
 @pytest.fixture
 def blackwell() -> None:
     """Where these run: on other GPUs the tests that ask for it are skipped, with the reason."""
-    major, minor = torch.cuda.get_device_capability()
-    first, last = BLACKWELL_SM["mxfp8"]
-    if not first <= 10 * major + minor <= last:
-        pytest.skip(f"mxfp8 needs Blackwell (sm{first} to sm{last}), this GPU is sm{10 * major + minor}")
+    needs_blackwell("mxfp8")
 
 
 @pytest.mark.usefixtures("blackwell")

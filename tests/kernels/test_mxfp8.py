@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec_kernels import te_package
 from megaspec_kernels.fp8_cast import reference as fp8_cast
 from megaspec_kernels.gate import check
 from megaspec_kernels.linear import mxfp8, mxfp8_check, te_mxfp8
 from megaspec_kernels.linear.factors import Factor, Layout
 from megaspec_kernels.te_package import TransformerEngine
 from tests.kernels.te import TORCH, Fake, MXFP8TensorStorage, fake_transformer_engine
+from tests.kernels.wrong_te import needs_blackwell, never_adds, refuses, sums_in_bf16, with_products
 from tests.source_patch import Patch, planted
 
 E4M3 = torch.float8_e4m3fn
@@ -23,7 +23,6 @@ E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 FORMATS = [E4M3, E5M2]
 CPU = torch.device("cpu")
-BLACKWELL = range(100, 120)
 
 
 @pytest.fixture
@@ -219,12 +218,6 @@ def with_storage(package: TransformerEngine, change: Callable[[MXFP8TensorStorag
     return replace(package, pytorch=type(package.pytorch)(**(vars(package.pytorch) | {"MXFP8Quantizer": Wrong})))
 
 
-def with_products(package: TransformerEngine, change: Callable[..., Any]) -> TransformerEngine:
-    """A package that multiplies otherwise. `change`: takes what makes a product, and what is given."""
-    right = package.general_gemm
-    return replace(package, general_gemm=lambda *args, **given: change(right, *args, **given))
-
-
 def one_scale_lower(found: MXFP8TensorStorage) -> None:
     # as the specification has it: some elements saturate
     if found._rowwise_scale_inv is not None:
@@ -304,26 +297,11 @@ def neighbours_scales(a: MXFP8TensorStorage) -> None:
     a._columnwise_scale_inv[:blocks] = a._columnwise_scale_inv[:blocks].roll(1, 0)
 
 
-def never_adds(right: Callable[..., Any], a: Any, b: Any, **given: Any) -> Any:
-    return right(a, b, **(given | {"accumulate": False}))
-
-
-def sums_in_bf16(right: Callable[..., Any], a: Any, b: Any, **given: Any) -> Any:
-    found = right(a, b, **given)
-    if given["out"] is not None:
-        given["out"].copy_(given["out"].bfloat16())
-    return found
-
-
 def loses_the_last_tokens(right: Callable[..., Any], a: Any, b: Any, **given: Any) -> Any:
     found, *rest = right(a, b, **given)
     if given["layout"] == "NN":
         found[64:] = 0
     return found, *rest
-
-
-def refuses(right: Callable[..., Any], a: Any, b: Any, **given: Any) -> Any:
-    raise RuntimeError("cuBLAS Error: the requested functionality is not supported\nIn function nvte_cublas_gemm")
 
 
 MULTIPLIED = {
@@ -401,12 +379,5 @@ def test_what_is_asked_wrongly_is_told(name: str, fake: Fake) -> None:
 @pytest.mark.parametrize("gradient", FORMATS, ids=str)
 def test_a_gpu_computes_what_it_says(gradient: torch.dtype) -> None:
     """On Blackwell alone: what a run asks before it trains."""
-    if torch.cuda.device_count() < 1:
-        pytest.skip("needs a GPU")
-    major, minor = torch.cuda.get_device_capability()
-    if 10 * major + minor not in BLACKWELL:
-        pytest.skip(f"mxfp8 needs Blackwell (sm100 to sm119), this GPU is sm{10 * major + minor}")
-    lacks = te_package.missing()
-    if lacks is not None:
-        pytest.skip(lacks)
+    needs_blackwell("mxfp8")
     assert mxfp8_check.difference(torch.device("cuda"), gradient) is None

@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec_kernels import te_package
 from megaspec_kernels.gate import check
 from megaspec_kernels.linear import nvfp4, nvfp4_check, te_nvfp4
 from megaspec_kernels.linear.factors import Factor
 from megaspec_kernels.linear.nvfp4 import Agreement, Role
 from megaspec_kernels.te_package import TransformerEngine
 from tests.kernels.te import Fake, NVFP4TensorStorage, fake_transformer_engine
+from tests.kernels.wrong_te import needs_blackwell, never_adds, refuses, sums_in_bf16, with_products
 from tests.source_patch import Patch, planted
 
 CPU = torch.device("cpu")
-BLACKWELL = range(100, 120)
 ROLES: list[Role] = ["input", "weight", "gradient"]
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 
@@ -304,12 +303,6 @@ def test_other_casts_are_told(name: str, fake: Fake) -> None:
     assert said in found
 
 
-def with_products(package: TransformerEngine, change: Callable[..., Any]) -> TransformerEngine:
-    """A package that multiplies otherwise. `change`: takes what makes a product, and what is given."""
-    right = package.general_gemm
-    return replace(package, general_gemm=lambda *args, **given: change(right, *args, **given))
-
-
 def with_first(change: Callable[[NVFP4TensorStorage], None]) -> Callable[..., Any]:
     """Products whose first factor is another one."""
 
@@ -340,21 +333,6 @@ def neighbours_scales(a: NVFP4TensorStorage) -> None:
     a._rowwise_scale_inv[:, :blocks] = a._rowwise_scale_inv[:, :blocks].roll(1, 1)
 
 
-def never_adds(right: Callable[..., Any], a: Any, b: Any, **given: Any) -> Any:
-    return right(a, b, **(given | {"accumulate": False}))
-
-
-def sums_in_bf16(right: Callable[..., Any], a: Any, b: Any, **given: Any) -> Any:
-    found = right(a, b, **given)
-    if given["out"] is not None:
-        given["out"].copy_(given["out"].bfloat16())
-    return found
-
-
-def refuses(right: Callable[..., Any], a: Any, b: Any, **given: Any) -> Any:
-    raise RuntimeError("cuBLAS Error: the requested functionality is not supported\nIn function nvte_cublas_gemm")
-
-
 MULTIPLIED = {
     "another scale of the matrix": (with_first(other_amax), "numbers of the product forward"),
     "blocks by the scales of their neighbours": (with_first(neighbours_scales), "numbers of the product forward"),
@@ -375,12 +353,5 @@ def test_other_products_are_told(name: str, fake: Fake, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_a_gpu_computes_what_it_says(rounding: str) -> None:
     """On Blackwell alone: what a run asks before it trains."""
-    if torch.cuda.device_count() < 1:
-        pytest.skip("needs a GPU")
-    major, minor = torch.cuda.get_device_capability()
-    if 10 * major + minor not in BLACKWELL:
-        pytest.skip(f"nvfp4 needs Blackwell (sm100 to sm119), this GPU is sm{10 * major + minor}")
-    lacks = te_package.missing()
-    if lacks is not None:
-        pytest.skip(lacks)
+    needs_blackwell("nvfp4")
     assert nvfp4_check.difference(torch.device("cuda"), rounding) is None

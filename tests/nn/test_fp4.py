@@ -7,10 +7,11 @@ from torch import Tensor
 
 from megaspec.nn.fp4 import Fp4Form, Fp4Linear
 from megaspec.nn.fp8 import Fp8Shared, Fp8Use, columns_of_tokens, fp8_forward
-from megaspec.nn.linear import COMPILED, Linear, WeightGradientQueue, WeightGradientSums
+from megaspec.nn.linear import COMPILED, Linear
 from megaspec_kernels.linear.nvfp4 import HEAD
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.te import FP4, Fake, fake_transformer_engine
+from tests.nn.casting_layers import hold_one_cast_of_a_weight, hold_sums, hold_sums_of_products, kept_by
 from tests.source_patch import Patch, planted
 
 KERNELS = ["reference", "te"]
@@ -168,57 +169,23 @@ def test_gradients_are_rounded_at_random_and_nothing_else(kernel: str, fake: Fak
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_weight_gradients_are_added_in_the_product(kernel: str, fake: Fake) -> None:
     layer, _ = layer_in(kernel, dtype=torch.bfloat16)
-    total = torch.full((N_OUT, N_IN), float("nan"))
-    sums = WeightGradientSums()
-    sums.connect(layer, total, lambda: None)
     x, grad = inputs(torch.bfloat16)
-    layer(x).backward(grad)
-    once = total.clone()
-    layer(x).backward(grad)
+    total = hold_sums(layer, x, grad)
     if kernel == "te":
-        calls = [call for call in fake.products if call.out is not None]
-        assert [call.accumulate for call in calls] == [False, True]
-        assert {call.out.data_ptr() for call in calls} == {total.data_ptr()}
-    torch.testing.assert_close(total, 2 * once)
-    # put off, as schedules of zero bubbles do: the same numbers
-    queue = WeightGradientQueue()
-    with sums.defer(queue):
-        layer(x).backward(grad)
-    torch.testing.assert_close(total, 2 * once)
-    queue.run()
-    torch.testing.assert_close(total, 3 * once)
+        hold_sums_of_products([call for call in fake.products if call.out is not None], total)
 
 
 def test_a_weight_is_cast_once_for_each_version(fake: Fake) -> None:
     layer, fp4 = layer_in("te", dtype=torch.bfloat16)
     x, grad = inputs(torch.bfloat16)
-    layer(x).backward(grad)
-    first = len(fake.casts)
-    assert first == 3
-    layer(x).backward(grad)
-    assert len(fake.casts) == first + 2
-    fp4.shared.version += 1
-    layer(x).backward(grad)
-    assert len(fake.casts) == first + 2 + 3
-    fp4.forget_weight()
-    layer(x)
-    assert len(fake.casts) == first + 2 + 3 + 2
+    hold_one_cast_of_a_weight(layer, fp4, fake, x, grad)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_half_a_byte_of_each_input_is_kept_and_one_of_16(kernel: str, fake: Fake) -> None:
     layer, _ = layer_in(kernel, dtype=torch.bfloat16)
     x, _ = inputs(torch.bfloat16)
-    kept = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(x)
-    assert y.requires_grad
-    held = [one for one in kept.values() if one.data_ptr() != layer.weight.data_ptr()]
+    held = kept_by(layer, x)
     sizes = sorted(one.untyped_storage().nbytes() for one in held)
     assert sizes == [HEAD + x.numel() // 16, x.numel() // 2]
 

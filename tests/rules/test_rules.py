@@ -558,6 +558,13 @@ def test_fp8_recipes_run_on_the_gpus_that_they_are_for(sm, legal):
             "kernels.fp8_cast=reference is not read: kernels.linear casts and multiplies itself with "
             "precision.recipe=mxfp8; set kernels.fp8_cast=auto",
         ),
+        # linear=torch is no way out there
+        (
+            ("kernels.linear=te", "kernels.fp8_cast=triton"),
+            B200_WITH_TE,
+            "kernels.fp8_cast=triton is not read: kernels.linear casts and multiplies itself with "
+            "precision.recipe=mxfp8; set kernels.fp8_cast=auto",
+        ),
         (
             ("model.d_ffn=336",),
             B200_WITH_TE,

@@ -8,7 +8,8 @@ one scale that is twice as large, or another one's, is off by a tenth and more.
 
 # M tokens, I inputs, O outputs
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ SIZES = ((72, 160, 96), (256, 384, 512))
 # Of the sum of the terms' sizes: bf16 rounds what comes out, and sums may have fewer bits than fp32; weight gradients
 # are added up in fp32.
 OF_RESULTS = 2.0**-7
-OF_SUMS = 2.0**-12
+_OF_SUMS = 2.0**-12
 _NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 E4M3 = torch.float8_e4m3fn
 
@@ -55,7 +56,9 @@ def _differences(device: torch.device, gradient: torch.dtype) -> Iterator[str]:
         grad = te_mxfp8.cast(grad_MO, gradient)
         yield from _of_result("forward", "TN", weight.rows, x.rows)
         yield from _of_result("input gradient", "NN", weight.columns, grad.rows)
-        yield from _of_sum(x.columns, grad.columns)
+        truth, terms = _truth("NT", x.columns, grad.columns)
+        multiply = partial(te_mxfp8.product, "NT", x.columns, grad.columns)
+        yield from of_sum(multiply, truth, terms, "weight gradient (NT)")
 
 
 def _drawn(rows: int, columns: int, device: torch.device) -> Tensor:
@@ -113,16 +116,14 @@ def _of_result(what: str, layout: Layout, a: Factor, b: Factor) -> Iterator[str]
     yield from of_numbers(found, truth, OF_RESULTS * terms, f"{what} ({layout})")
 
 
-def _of_sum(x: Factor, grad: Factor) -> Iterator[str]:
-    """The weight gradient, which replaces what is no number, and is added."""
-    truth, terms = _truth("NT", x, grad)
+def of_sum(multiply: Callable[..., Tensor], truth: Tensor, terms: Tensor, what: str) -> Iterator[str]:
+    """What of a weight gradient differs, which replaces what is no number, and is added. `multiply`: takes `dtype`,
+    `into` and `overwrite`. `truth`, `terms`: the product, and the sums of its terms' sizes."""
     total = torch.full(truth.shape, torch.nan, dtype=torch.float32, device=truth.device)
     for times in (1, 2):
-        te_mxfp8.product("NT", x, grad, dtype=torch.float32, into=total, overwrite=times == 1)
-        what = "weight gradient (NT)"
-        if times == 2:
-            what += " that is added"
-        yield from of_numbers(total, times * truth, times * OF_SUMS * terms, what)
+        multiply(dtype=torch.float32, into=total, overwrite=times == 1)
+        which = what if times == 1 else f"{what} that is added"
+        yield from of_numbers(total, times * truth, times * _OF_SUMS * terms, which)
 
 
 def _truth(layout: Layout, a: Factor, b: Factor) -> tuple[Tensor, Tensor]:

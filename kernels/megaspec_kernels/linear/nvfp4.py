@@ -105,18 +105,33 @@ def coded(scaled: Tensor, *, at_random: bool) -> Tensor:
     size = scaled.abs()
     code = torch.zeros_like(scaled, dtype=torch.uint8)
     if at_random:
-        numbers = torch.tensor(NUMBERS, dtype=scaled.dtype, device=scaled.device)
-        below = torch.zeros_like(code, dtype=torch.int64)
-        for number in NUMBERS[1:-1]:
-            below += size >= number
-        low = numbers[below]
-        share = (size - low) / (numbers[below + 1] - low)
+        below, low, gap = neighbours(size)
         draws = torch.rand(size.shape, dtype=torch.float32, device=size.device)
-        code = (below + (draws < share)).to(torch.uint8)
+        code = (below + (draws < (size - low) / gap)).to(torch.uint8)
     else:
         for middle, goes_up in _MIDDLES:
             code += size >= middle if goes_up else size > middle
     return code | (torch.signbit(scaled).to(torch.uint8) << 3)
+
+
+class Neighbours(NamedTuple):
+    """Of sizes from 0 to 6: e2m1's number at or below each, and the next one above."""
+
+    code: Tensor
+    """int64: of the lower one."""
+    low: Tensor
+    gap: Tensor
+    """From the lower one to the upper one."""
+
+
+def neighbours(size: Tensor) -> Neighbours:
+    """Of 6 the lower one is 4."""
+    numbers = torch.tensor(NUMBERS, dtype=size.dtype, device=size.device)
+    code = torch.zeros_like(size, dtype=torch.int64)
+    for number in NUMBERS[1:-1]:
+        code += size >= number
+    low = numbers[code]
+    return Neighbours(code, low, numbers[code + 1] - low)
 
 
 def rotated(x_LN: Tensor) -> Tensor:

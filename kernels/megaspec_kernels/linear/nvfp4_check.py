@@ -8,6 +8,7 @@ number, and over many draws as many go up as have to, those that lie near the up
 # M tokens, I inputs, O outputs; L lines along which a product sums, N numbers of each
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from megaspec_kernels.linear import nvfp4, te_nvfp4
 from megaspec_kernels.linear.factors import Cast, Factor
 from megaspec_kernels.linear.mxfp8 import in_units
-from megaspec_kernels.linear.mxfp8_check import OF_RESULTS, OF_SUMS, first_of, of_bytes, of_numbers
+from megaspec_kernels.linear.mxfp8_check import OF_RESULTS, first_of, of_bytes, of_numbers, of_sum
 from megaspec_kernels.linear.nvfp4 import BLOCK, LARGEST, NUMBERS, Role, Rounding
 
 # Tokens, inputs and outputs. Of the first its scales have padding on all sides, tokens fill no block, and rotations are
@@ -57,7 +58,9 @@ def _differences(device: torch.device, rounding: Rounding) -> Iterator[str]:
         x, weight, grad = casts.values()
         yield from _of_result("forward", weight.rows, x.rows)
         yield from _of_result("input gradient", weight.columns, grad.rows)
-        yield from _of_sum(x.columns, grad.columns)
+        truth, terms = _truth(x.columns, grad.columns)
+        multiply = partial(te_nvfp4.product, x.columns, grad.columns)
+        yield from of_sum(multiply, truth, terms, "weight gradient")
 
 
 def _name(role: Role) -> str:
@@ -113,12 +116,7 @@ def _of_neighbours(exact_LN: Tensor, factor: Factor, found_CLN: Tensor, name: st
     step = step * (scales.amax.to(torch.float64) / (nvfp4.LARGEST * nvfp4.LARGEST_SCALE))
     step_LN = step.repeat_interleave(BLOCK, 1)
     size = (exact_LN.to(torch.float64).abs() / step_LN.clamp(min=1e-300)).clamp(max=LARGEST)
-    numbers = torch.tensor(NUMBERS, dtype=torch.float64, device=size.device)
-    below = torch.zeros_like(size, dtype=torch.int64)
-    for number in NUMBERS[1:-1]:
-        below += size >= number
-    low = numbers[below]
-    gap = numbers[below + 1] - low
+    _, low, gap = nvfp4.neighbours(size)
     share = (size - low) / gap
     rounded = found_CLN * exact_LN.to(torch.float64).sign() / step_LN.clamp(min=1e-300)
     ups = (rounded - low) / gap
@@ -145,19 +143,7 @@ def _of_neighbours(exact_LN: Tensor, factor: Factor, found_CLN: Tensor, name: st
 def _of_result(what: str, a: Factor, b: Factor) -> Iterator[str]:
     found = te_nvfp4.product(a, b, dtype=torch.bfloat16)
     truth, terms = _truth(a, b)
-    yield from of_numbers(found, truth, OF_RESULTS * terms, f"{what}")
-
-
-def _of_sum(x: Factor, grad: Factor) -> Iterator[str]:
-    """The weight gradient, which replaces what is no number, and is added."""
-    truth, terms = _truth(x, grad)
-    total = torch.full(truth.shape, torch.nan, dtype=torch.float32, device=truth.device)
-    for times in (1, 2):
-        te_nvfp4.product(x, grad, dtype=torch.float32, into=total, overwrite=times == 1)
-        what = "weight gradient"
-        if times == 2:
-            what += " that is added"
-        yield from of_numbers(total, times * truth, times * OF_SUMS * terms, what)
+    yield from of_numbers(found, truth, OF_RESULTS * terms, what)
 
 
 def _truth(a: Factor, b: Factor) -> tuple[Tensor, Tensor]:
