@@ -61,9 +61,6 @@ class Requirement:
     copies_values: Literal["never", "hidden", "always"] = "never"
     """Whether it takes queries, keys and values that lie by themselves, so that values are copied out of the product
     that all three are made by: only in layers where keys are hidden or scores are capped, or in all."""
-    turns_output: Literal["never", "hidden", "always"] = "never"
-    """In which layers, as in `copies_values`, what it returns lies by heads, so that the product behind it takes a
-    copy by tokens, which is kept beside it."""
     narrow_states: bool = True
     """Whether it can keep an optimizer's states in fewer than 32 bits."""
     fp8_recipes: tuple[str, ...] = ()
@@ -111,7 +108,6 @@ CATALOG: dict[str, Operation] = {
                 head_size=16,
                 blocks=False,
                 copies_values="hidden",
-                turns_output="hidden",
                 precisions=HALF,
             ),
             "cudnn": Requirement(

@@ -364,8 +364,6 @@ class Execution:
     copies_values: Literal["never", "hidden", "always"] = "never"
     """Attention takes queries, keys and values that lie by themselves, so that nothing keeps the product that they are
     views of: not at all, in layers where it hides keys or caps scores, or in all."""
-    turns_output: Literal["never", "hidden", "always"] = "never"
-    """Attention's output is kept in both orders, by heads and by tokens: in the same layers."""
     swaps_heads: bool = False
     """Ranks of a sequence swap tokens for heads and back, so that attention's output is kept in both orders."""
     seq_len: int = 0

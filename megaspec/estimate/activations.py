@@ -167,9 +167,7 @@ def _core(run: LayerRun, attention: AttentionProducts, *, in_fp8: bool) -> Itera
     if in_fp8:
         # as the product after it takes it
         yield KeptTensor("o.fp8", run.fp8_bytes(out))
-    # what the product takes in fp8 is no copy that is kept in the model's format
-    turns = attention.is_in(run.execution.turns_output, seq_len=run.execution.seq_len) and not in_fp8
-    if run.execution.swaps_heads or turns:
+    if run.execution.swaps_heads:
         # as attention made it
         yield KeptTensor("o.of_heads", out * run.width, freed_by)
     if not run.execution.keeps_scores:

@@ -123,8 +123,8 @@ def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughpu
 
 
 def _in_words(cost: OneOrderCost) -> str:
-    longer = f"{cost.backward:.1f} times as long backward"
-    if cost.forward != 1.0:
+    longer = "as long"
+    if (cost.forward, cost.backward) != (1.0, 1.0):
         longer = f"{cost.forward:.1f} times as long forward and {cost.backward:.1f} times backward"
     return f"{cost.kernels} is reckoned to take {longer} as {cost.compared}"
 

@@ -34,7 +34,7 @@ _EQUAL_STAGES = {"1f1b": 1.0, "interleaved": 1.0, "zb_h1": 1 / 3, "zb_v": 1 / 6}
 # What says which layout a line measured, whatever it measured of it.
 _IDENTITY = (
     "peer", "layout", "switch", "model", "recipe", "micro_batch", "seq", "mbs", "accum", "gpus", "tp", "dp", "pp", "cp",
-    "ep", "parallelism", "precision", "set", "fp8", "d_shared", "transport", "NCCL_MAX_P2P_NCHANNELS", "operation",
+    "ep", "parallelism", "precision", "fp8", "d_shared", "transport", "NCCL_MAX_P2P_NCHANNELS", "operation",
     "implementation", "name", "what", "folder", "force_balance", "chunks", "stages", "p2p", "cp_messages",
 )  # fmt: skip
 
@@ -139,6 +139,8 @@ def _groups(file: str) -> tuple[Group, ...]:
         # a line that has no field asked for nothing, as one whose field is empty
         identity = [line.get(name) or None for name in _IDENTITY]
         identity.append(line.get("kernels", line).get("attention"))
+        # with and without it stand in one row
+        identity.append([word for word in line.get("set", ()) if word != "train.deterministic=true"])
         # elsewhere a run is one of several of the same thing
         identity.append(line.get("run") if "last_loss" in line else None)
         groups[json.dumps(identity)].lines.append(line)

@@ -32,10 +32,12 @@ def spec(request: pytest.FixtureRequest) -> Spec:
 @pytest.fixture(autouse=True)
 def dirty_memory() -> Iterator[None]:
     """What `empty` makes holds NaN, or the largest number where it holds whole ones."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def weights_of(model: Decoder) -> dict[str, torch.Tensor]:

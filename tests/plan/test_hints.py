@@ -104,7 +104,7 @@ def test_sums_in_one_order_tell_what_the_plan_reckons_with():
     plain = planned("llama3_8b", "kernels.attention=sdpa")
     hint = hint_of(exact, "train.deterministic")
     assert exact.step_time.seconds > 1.1 * plain.step_time.seconds
-    assert "2.0 times as long forward and 2.6 times backward as cuDNN (measured on one H200)" in hint.text
+    assert "2.0 times as long forward and 2.5 times backward as cuDNN (measured on one H200)" in hint.text
     with_it = seconds_in_words(exact.step_time.seconds)
     assert f"{with_it} a step for {seconds_in_words(plain.step_time.seconds)} without it;" in hint.text
     assert "not measured" not in hint.text
@@ -154,19 +154,19 @@ def test_attention_without_a_figure_of_any_is_no_exception():
     assert planned("llama3_8b", *words, name="B200", packages=["flash-attn"]).hints == ()
 
 
-@pytest.mark.parametrize(("kernel", "factor"), [("flash_attn", "1.6"), ("flex", "1.3")])
-def test_documents_in_one_order(kernel, factor):
+@pytest.mark.parametrize("kernel", ["flash_attn", "flex"])
+def test_documents_in_one_order(kernel):
     words = (f"kernels.attention={kernel}", "data.document_mask=true", WHOLE_SEQUENCES)
     exact = planned("llama3_8b", "train.deterministic=true", *words, packages=["flash-attn-4"])
     plain = planned("llama3_8b", *words, packages=["flash-attn-4"])
     text = hint_of(exact, "train.deterministic").text
-    assert f"{kernel} is reckoned to take {factor} times as long backward as in any order (measured on" in text
-    assert exact.step_time.seconds > 1.005 * plain.step_time.seconds
+    assert f"{kernel} is reckoned to take as long as in any order (measured on" in text
+    assert exact.step_time.seconds == pytest.approx(plain.step_time.seconds)
 
 
 def test_experts_in_one_order_were_not_measured():
     hint = hint_of(planned("mixtral_8x7b", "train.deterministic=true", gpus=64), "train.deterministic")
-    assert "2.6 times backward as cuDNN" in hint.text
+    assert "2.5 times backward as cuDNN" in hint.text
     assert "not measured with it: experts, reckoned" in hint.text
 
 

@@ -54,22 +54,25 @@ def attention(
     T, N = q_BTNH.shape[1:3]
     if documents is None and window is None and scoring.cap is None:
         return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=scoring, sinks=sinks)
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BTNH, k_BTKH, v_BTKH))
+    # each by itself, so that no view keeps the product that all three were made by; by tokens, as the projections
+    # around take them: what flex returns lies as its queries do
+    q_BTNH = q_BTNH.contiguous()
+    k_BTKH = k_BTKH.contiguous()
+    v_BTKH = v_BTKH.contiguous()
     if q_BTNH.is_meta:
         # flex_attention refuses tensors without memory; a plain causal pass has the same results and keeps the same
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return sdpa.attention(q, k, v, scoring=replace(scoring, cap=None), sinks=sinks)
+        return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=replace(scoring, cap=None), sinks=sinks)
     attend = flex_attention
-    if q.device.type != "cpu" and not torch.compiler.is_compiling():
+    if q_BTNH.device.type != "cpu" and not torch.compiler.is_compiling():
         attend = _compiled(by_documents=documents is not None)
     out, aux = attend(
-        q,
-        k,
-        v,
+        q_BTNH.transpose(1, 2),
+        k_BTKH.transpose(1, 2),
+        v_BTKH.transpose(1, 2),
         score_mod=_capped(scoring.cap),
-        block_mask=block_mask(T, documents=documents, window=window, device=q.device),
-        scale=scoring.scale_of(q.shape[-1]),
-        enable_gqa=k.shape[1] != N,
+        block_mask=block_mask(T, documents=documents, window=window, device=q_BTNH.device),
+        scale=scoring.scale_of(q_BTNH.shape[-1]),
+        enable_gqa=k_BTKH.shape[2] != N,
         return_aux=AuxRequest(lse=sinks is not None),
         # A row of less than 128 tokens would go to the kernel for decoding, which finds no tiles for some such rows
         # (67 tokens, two heads to a key: torch 2.11) and has no place in training.
