@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import Fp8Linear, Fp8Pair, Fp8Tensor, Role
+from megaspec.nn.fp8 import Fp8Linear, Fp8Pair, Fp8Tensor
+from megaspec.nn.fp8_layouts import Role
 from megaspec_kernels.linear.factors import Factor
 from megaspec_kernels.linear.nvfp4 import ALONE, Agreement, Rounding
 from megaspec_kernels.registry import NvFp4Kernel

@@ -45,7 +45,7 @@ weight gradients are: see linear.py, note "Tickets".
 
 # M tokens, I inputs, O outputs; B sequences, T tokens
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple
@@ -54,50 +54,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megaspec_kernels.fp8_cast.formats import (
-    COLUMN,
-    ROW,
-    SHORT_COLUMN,
-    SHORT_LINE,
-    SHORT_ROW,
-    Block,
-    Known,
-    scale_of,
-    scale_shape,
-)
-from megaspec_kernels.linear.mxfp8 import BLOCK as MX_BLOCK
-from megaspec_kernels.linear.nvfp4 import BLOCK as FP4_BLOCK
-from megaspec_kernels.linear.nvfp4 import HEAD
+from megaspec.nn.fp8_layouts import ALL, BLOCKS, COLUMNS, FORMATS, SHORT_LINES, Blocks, Recipe, Role, scale_in_columns
+from megaspec_kernels.fp8_cast.formats import COLUMN, ROW, SHORT_COLUMN, Block, Known, scale_of
 from megaspec_kernels.operation import fake_of, operation
 from megaspec_kernels.registry import Fp8CastKernel, ScaledProductKernel
 
-Recipe = Literal["tensorwise", "delayed", "rowwise", "blockwise"]
-Role = Literal["input", "weight", "gradient"]
 Split = Literal["none", "outputs", "inputs"]
 """The dimension of a layer's weight, and of what it multiplies, that ranks divide among them."""
 
-_ALL: Block = (None, None)
-
-
-class Blocks(NamedTuple):
-    """What shares a scale of a matrix, in each of its layouts; both count rows and columns of the matrix as it is."""
-
-    rows: Block
-    columns: Block
-
-
-_TENSOR = Blocks(_ALL, _ALL)
-# a scale for each line along which a product sums
-_LINES = Blocks(ROW, COLUMN)
-_SHORT_LINES = Blocks(SHORT_ROW, SHORT_COLUMN)
-_SQUARES = Blocks((SHORT_LINE, SHORT_LINE), (SHORT_LINE, SHORT_LINE))
-BLOCKS: dict[Recipe, dict[Role, Blocks]] = {
-    "tensorwise": {"input": _TENSOR, "weight": _TENSOR, "gradient": _TENSOR},
-    "delayed": {"input": _TENSOR, "weight": _TENSOR, "gradient": _TENSOR},
-    "rowwise": {"input": _LINES, "weight": _LINES, "gradient": _LINES},
-    "blockwise": {"input": _SHORT_LINES, "weight": _SQUARES, "gradient": _SHORT_LINES},
-}
-FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 REMEMBERED: tuple[Role, ...] = ("input", "gradient")
 """Whose largest elements delayed scales are made of. A weight is quantised once for each update: its own is at hand."""
 
@@ -313,7 +277,7 @@ class Fp8Linear:
         """In both layouts, each by scales of the lines along which a product sums."""
         cast = self.form.cast
         dtype = self.form.dtype(role)
-        if self.form.blocks(role) == _SHORT_LINES:
+        if self.form.blocks(role) == SHORT_LINES:
             both = cast.quantise_short_lines(x_MK, dtype=dtype)
             column_scale = scale_in_columns(both.column_scale, SHORT_COLUMN)
             return Fp8Pair(Fp8Tensor(both.rows, both.row_scale), Fp8Tensor(both.columns, column_scale))
@@ -492,7 +456,7 @@ def fp8_forward(
     elif keeps:
         whole = layer.for_columns(x_MI, pair.rows)
         # a copy, also where it lies in one piece: the tokens of other ranks are not kept
-        by_tokens = whole.values.view(shape_of_parts(recipe, x.shape))
+        by_tokens = whole.values.view(COLUMNS[recipe].parts_shape(x.shape))
         kept = by_tokens.chunk(parts, 1)[part].clone(memory_format=torch.contiguous_format)
         kept_scale = whole.scale
         if recipe in BLOCKS:
@@ -511,12 +475,13 @@ def _(
     if not keeps:
         return y, *_nothing(x)
     shape = (x.numel() // x.shape[-1], x.shape[-1])
-    kept_shape = shape_in_columns(recipe, shape)
+    layout = COLUMNS[recipe]
+    kept_shape = layout.shape(shape)
     if parts > 1:
-        rows, tokens, *rest = shape_of_parts(recipe, x.shape)
+        rows, tokens, *rest = layout.parts_shape(x.shape)
         kept_shape = (rows, tokens // parts, *rest)
-    kept = x.new_empty(kept_shape, dtype=values_dtype(recipe, "e4m3"))
-    return y, kept, _empty_scale(x, recipe, "input", shape)
+    kept = x.new_empty(kept_shape, dtype=layout.dtype("e4m3"))
+    return y, kept, layout.empty_scale(x, "input", shape)
 
 
 @operation("megaspec::fp8_forward_of")
@@ -542,7 +507,7 @@ def fp8_tokens(
     role = "gradient" if is_gradient else "input"
     rows = layer_of(ticket).quantise(x.flatten(0, -2), role, columns=False).rows
     scale = rows.scale
-    if BLOCKS[recipe][role].rows != _ALL:
+    if BLOCKS[recipe][role].rows != ALL:
         scale = scale.view(*x.shape[:-1], 1)
     return rows.values.view(x.shape), scale
 
@@ -551,7 +516,7 @@ def fp8_tokens(
 def _(x: Tensor, ticket: Tensor, recipe: str, gradient_format: str, is_gradient: bool) -> tuple[Tensor, Tensor]:
     role = "gradient" if is_gradient else "input"
     scale_shape = (1, 1)
-    if BLOCKS[recipe][role].rows != _ALL:
+    if BLOCKS[recipe][role].rows != ALL:
         scale_shape = (*x.shape[:-1], 1)
     values = x.new_empty(x.shape, dtype=FORMATS[gradient_format if is_gradient else "e4m3"])
     return values, x.new_empty(scale_shape, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -572,47 +537,12 @@ def _(x: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=FORMATS["e4m3"]), x.new_empty(x.shape[-1], 1, dtype=wide)
 
 
-def has_one_scale(recipe: str) -> bool:
-    """Whether it is of a whole tensor: rows and columns are the same numbers."""
-    return BLOCKS[recipe]["input"] == _TENSOR
-
-
-def shape_in_columns(recipe: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """Of the values of a matrix [M, K]: turned round, but with mxfp8; with nvfp4 two numbers are a byte."""
-    M, K = shape
-    if recipe == "mxfp8":
-        return M, K
-    if recipe == "nvfp4":
-        return K, _in_units(M) // 2
-    return K, M
-
-
-def shape_of_parts(recipe: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of what is kept of an input [B, T, K] whose tokens ranks share out, of which each keeps a part of dimension 1."""
-    B, T, K = shape
-    if recipe == "nvfp4":
-        return K * B, T // 2
-    return B, T, K
-
-
-def values_dtype(recipe: str, form: str) -> torch.dtype:
-    """`form`: of fp8."""
-    return torch.uint8 if recipe == "nvfp4" else FORMATS[form]
-
-
 def columns_of_tokens(kept: Tensor, fp8: Fp8Use, n_in: int) -> Tensor:
     """The parts of an input that ranks have kept, put together -> in columns. `n_in`: its features."""
-    if fp8.recipe == "nvfp4":
-        return kept.reshape(n_in, -1)
-    if fp8.recipe == "mxfp8":
-        # as bytes: they are not computed with
-        return kept.view(torch.uint8).flatten(0, -2).view(kept.dtype)
-    return fp8_columns(kept, fp8.ticket)
-
-
-def _in_units(tokens: int) -> int:
-    """With those that are put behind them."""
-    return -(-tokens // MX_BLOCK) * MX_BLOCK
+    layout = COLUMNS[fp8.recipe]
+    if layout.is_turned:
+        return fp8_columns(kept, fp8.ticket)
+    return layout.joined(kept, n_in)
 
 
 def carrier_of(like: Tensor, *shape: int) -> Tensor:
@@ -689,8 +619,9 @@ def _(
     if not needs_weight:
         return grad_x, *_nothing(grad_out)
     shape = (grad_out.numel() // grad_out.shape[-1], grad_out.shape[-1])
-    columns = grad_out.new_empty(shape_in_columns(recipe, shape), dtype=values_dtype(recipe, gradient_format))
-    return grad_x, columns, _empty_scale(grad_out, recipe, "gradient", shape)
+    layout = COLUMNS[recipe]
+    columns = grad_out.new_empty(layout.shape(shape), dtype=layout.dtype(gradient_format))
+    return grad_x, columns, layout.empty_scale(grad_out, "gradient", shape)
 
 
 @operation("megaspec::fp8_backward_of")
@@ -749,23 +680,3 @@ def weight_gradient_of(
 
 def _nothing(like: Tensor) -> tuple[Tensor, Tensor]:
     return like.new_empty(0, dtype=FORMATS["e4m3"]), like.new_empty(0, dtype=torch.float32)
-
-
-def scale_in_columns(scale_mk: Tensor, block: Block) -> Tensor:
-    """[m, k] of a matrix -> [k, m] of its columns. Those of short columns stay where they are, as products read them;
-    others are contiguous."""
-    if block == SHORT_COLUMN:
-        return scale_mk.t()
-    return scale_mk.t().contiguous()
-
-
-def _empty_scale(like: Tensor, recipe: str, role: Role, shape: tuple[int, int]) -> Tensor:
-    """Of a matrix in columns."""
-    if recipe == "mxfp8":
-        return like.new_empty(scale_shape((MX_BLOCK, 1), shape), dtype=torch.uint8)
-    if recipe == "nvfp4":
-        M, K = shape
-        return like.new_empty(HEAD + K * _in_units(M) // FP4_BLOCK, dtype=torch.uint8)
-    block = BLOCKS[recipe][role].columns
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return scale_in_columns(like.new_empty(scale_shape(block, shape), dtype=wide), block)

@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import FORMATS, Fp8Linear, Fp8Pair, Fp8Tensor, Role
+from megaspec.nn.fp8 import Fp8Linear, Fp8Pair, Fp8Tensor
+from megaspec.nn.fp8_layouts import FORMATS, Role
 from megaspec.nn.fp8_te import LAYOUTS
 from megaspec_kernels.linear.factors import Factor
 from megaspec_kernels.registry import MxFp8Kernel

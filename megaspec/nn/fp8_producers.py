@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import FORMATS, Fp8Input, Fp8Slots, carrier_of, layer_of
+from megaspec.nn.fp8 import Fp8Input, Fp8Slots, carrier_of, layer_of
+from megaspec.nn.fp8_layouts import FORMATS
 from megaspec.nn.linear import Linear
 from megaspec_kernels.fp8_cast.tile import empty_pair
 from megaspec_kernels.gated.form import GatedForm

@@ -17,17 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import (
-    BLOCKS,
-    FORMATS,
-    REMEMBERED,
-    Blocks,
-    Fp8Linear,
-    Fp8Pair,
-    Fp8Tensor,
-    Role,
-    scale_in_columns,
-)
+from megaspec.nn.fp8 import REMEMBERED, Fp8Linear, Fp8Pair, Fp8Tensor
+from megaspec.nn.fp8_layouts import BLOCKS, FORMATS, Blocks, Role, scale_in_columns
 from megaspec_kernels.linear import te_fp8
 from megaspec_kernels.linear.factors import Cast, Factor, Layout
 from megaspec_kernels.linear.te_fp8 import Scales

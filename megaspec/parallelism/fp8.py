@@ -24,8 +24,9 @@ from megaspec.core import counted
 from megaspec.nn.attention.module import Attention
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.fp4 import Fp4Form, Fp4Linear
-from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Role, Split
+from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Split
 from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8
+from megaspec.nn.fp8_layouts import Role
 from megaspec.nn.fp8_mx import MxFp8Form, MxFp8Linear
 from megaspec.nn.fp8_producers import Producer
 from megaspec.nn.fp8_te import TeFp8Form, TeFp8Linear

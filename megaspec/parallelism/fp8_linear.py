@@ -20,9 +20,9 @@ from megaspec.nn.fp8 import (
     fp8_forward_of,
     fp8_tokens,
     fp8_tokens_for_columns,
-    has_one_scale,
     slots_of,
 )
+from megaspec.nn.fp8_layouts import has_one_scale
 from megaspec.nn.linear import Fp8Factors, bias_gradient, forward_of_given, fp8_weight_gradient_into
 from megaspec.parallelism.collectives import (
     all_reduce,

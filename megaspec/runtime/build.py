@@ -19,7 +19,8 @@ from megaspec.core.problems import show
 from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder, fill_buffers
 from megaspec.nn.fp4 import Fp4Form
-from megaspec.nn.fp8 import FORMATS, Fp8Form
+from megaspec.nn.fp8 import Fp8Form
+from megaspec.nn.fp8_layouts import FORMATS
 from megaspec.nn.fp8_mx import MxFp8Form
 from megaspec.nn.fp8_te import TeFp8Form
 from megaspec.nn.init import initial_value, start_weights

@@ -27,8 +27,9 @@ from megaspec.estimate.work import (
     Product,
     fp8_bytes,
 )
-from megaspec.nn.fp8 import BLOCKS, REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Role, has_one_scale
+from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use
 from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8
+from megaspec.nn.fp8_layouts import BLOCKS, Role, has_one_scale
 from megaspec.nn.fp8_te import SCALES
 from megaspec.nn.linear import Linear
 from megaspec.recipe import Recipe

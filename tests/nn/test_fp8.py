@@ -6,17 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import (
-    BLOCKS,
-    REMEMBERED,
-    Fp8Form,
-    Fp8Linear,
-    Fp8Memory,
-    Fp8Shared,
-    Fp8Use,
-    fp8_columns,
-    fp8_forward,
-)
+from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, fp8_columns, fp8_forward
+from megaspec.nn.fp8_layouts import BLOCKS
 from megaspec.nn.linear import COMPILED, Linear, WeightGradientQueue, WeightGradientSums
 from megaspec_kernels.registry import REGISTRY
 from megaspec_kernels.scaled_product.scales import as_read

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaspec.nn.attention.module import SequenceContext
-from megaspec.nn.fp8 import FORMATS
+from megaspec.nn.fp8_layouts import FORMATS
 from megaspec.nn.layer.module import Layer
 from megaspec.runtime.build import TrainState, build, initialise, mesh_of
 from megaspec.verify.parity import run_steps

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import REMEMBERED, Fp8Input, Fp8Linear, Fp8Slots, Role, carrier_of, layer_of
+from megaspec.nn.fp8 import REMEMBERED, Fp8Input, Fp8Linear, Fp8Slots, carrier_of, layer_of
+from megaspec.nn.fp8_layouts import Role
 from megaspec.nn.linear import COMPILED, Linear, WeightGradientQueue, WeightGradientSums
 from megaspec_kernels.registry import REGISTRY
 from tests.nn.test_fp8 import N_IN, N_OUT, layer_in

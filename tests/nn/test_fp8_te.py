@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import Fp8Memory, Fp8Shared, Fp8Use, Role, fp8_columns, fp8_forward
+from megaspec.nn.fp8 import Fp8Memory, Fp8Shared, Fp8Use, fp8_columns, fp8_forward
+from megaspec.nn.fp8_layouts import Role
 from megaspec.nn.fp8_te import SCALES, TeFp8Form, TeFp8Linear
 from megaspec.nn.linear import COMPILED, Linear
 from megaspec_kernels.linear.te_fp8 import Scales

@@ -155,12 +155,12 @@ BUGS = {
         CASES[17],
     ),
     "gathered tokens in fp4 in the order of ranks": (
-        Patch("megaspec.nn.fp8", "return kept.reshape(n_in, -1)", "return kept.roll(1, 1).reshape(n_in, -1)"),
+        Patch("megaspec.nn.fp8_layouts", "return kept.reshape(n_in, -1)", "return kept.roll(1, 1).reshape(n_in, -1)"),
         CASES[18],
     ),
     "gathered tokens by the scales of their neighbours": (
         Patch(
-            "megaspec.nn.fp8", "return kept.view(torch.uint8).flatten(0, -2)",
+            "megaspec.nn.fp8_layouts", "return kept.view(torch.uint8).flatten(0, -2)",
             "return kept.view(torch.uint8).roll(1, 1).flatten(0, -2)",
         ),
         CASES[12],

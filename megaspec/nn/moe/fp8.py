@@ -29,7 +29,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import FORMATS, Fp8Input, Fp8Linear, Fp8Pair, Fp8Slots, Fp8Tensor, Role, layer_of
+from megaspec.nn.fp8 import Fp8Input, Fp8Linear, Fp8Pair, Fp8Slots, Fp8Tensor, layer_of
+from megaspec.nn.fp8_layouts import FORMATS, Role
 from megaspec.nn.linear import Linear, MainGrad, sum_of
 from megaspec_kernels.fp8_cast.formats import COLUMN, ROW, Block
 from megaspec_kernels.fp8_cast.groups import Groups, scale_of_rows
