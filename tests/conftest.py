@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -38,6 +39,16 @@ def begun_at(gpus: Sequence[str], index: int) -> list[str]:
 def tell(request: pytest.FixtureRequest) -> Tell:
     """Says a line in the summary."""
     return lambda line: request.node.user_properties.append((_PROPERTY, line))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _gpu_memory_is_given_back() -> Iterator[None]:
+    """What a module's tests have freed goes back to the GPU, which other workers and their ranks share: 12 workers on
+    two H200 kept so much that new ranks found no memory."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")
