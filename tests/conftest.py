@@ -19,13 +19,18 @@ _PROPERTY = "tell"
 
 
 def pytest_configure() -> None:
-    """Spreads tests over the GPUs: what a worker of `-n` calls device 0 is another GPU than its neighbours' device 0.
+    """Shares the machine among the workers of `-n`, before torch is loaded.
 
-    All GPUs stay visible, for tests with a rank to each. It is done before anything has asked CUDA for its devices.
+    What a worker calls device 0 is another GPU than its neighbours' device 0. All GPUs stay visible, for tests with a
+    rank to each. A worker computes on one core: with a thread for each core of each worker threads wait for each other
+    while they keep the cores busy, and some tests took twenty times as long.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if not worker:
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     gpus = gpu_identifiers()
-    if worker and gpus:
+    if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(begun_at(gpus, int(worker.removeprefix("gw"))))
 
 
