@@ -61,6 +61,8 @@ class Requirement:
     copies_values: Literal["never", "hidden", "always"] = "never"
     """Whether it takes queries, keys and values that lie by themselves, so that values are copied out of the product
     that all three are made by: only in layers where keys are hidden or scores are capped, or in all."""
+    keeps_without_sinks: Literal["never", "hidden", "always"] = "never"
+    """In which layers, as in `copies_values`, its output is kept as it was before sinks scaled it, too."""
     narrow_states: bool = True
     """Whether it can keep an optimizer's states in fewer than 32 bits."""
     fp8_recipes: tuple[str, ...] = ()
@@ -108,6 +110,7 @@ CATALOG: dict[str, Operation] = {
                 head_size=16,
                 blocks=False,
                 copies_values="hidden",
+                keeps_without_sinks="hidden",
                 precisions=HALF,
             ),
             "cudnn": Requirement(

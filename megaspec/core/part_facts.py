@@ -364,6 +364,8 @@ class Execution:
     copies_values: Literal["never", "hidden", "always"] = "never"
     """Attention takes queries, keys and values that lie by themselves, so that nothing keeps the product that they are
     views of: not at all, in layers where it hides keys or caps scores, or in all."""
+    keeps_without_sinks: Literal["never", "hidden", "always"] = "never"
+    """Attention's output is kept as it was before sinks scaled it, too: in the same layers."""
     swaps_heads: bool = False
     """Ranks of a sequence swap tokens for heads and back, so that attention's output is kept in both orders."""
     seq_len: int = 0

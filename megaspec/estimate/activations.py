@@ -152,6 +152,20 @@ def _sized(kept: Kept, run: LayerRun, layer: LayerFacts) -> KeptTensor:
     return KeptTensor(kept.what, run.kept_bytes(kept, layer), freed_by, kept.is_routed)
 
 
+def _beside_sinks(run: LayerRun, out: int, heads: int, *, in_fp8: bool) -> int:
+    """Bytes of what is kept beside an output of `out` numbers that sinks have scaled, `heads` of them over all tokens:
+    the output before, and what the sinks leave of each head, at least in fp32."""
+    wide = max(run.width, 4)
+    kept = heads * wide
+    if not in_fp8:
+        # in fp8 the product keeps none of its own in the model's format
+        kept += out * run.width
+    if not run.execution.is_compiled and wide > run.width:
+        # in the format in which it is scaled
+        kept += out * wide
+    return kept
+
+
 def _core(run: LayerRun, attention: AttentionProducts, *, in_fp8: bool) -> Iterator[KeptTensor]:
     """softmax(q kᵀ) v, and its output, which the matrix product after it keeps. Attention written out turns heads and
     tokens round in a copy, which recomputation does not free."""
@@ -167,6 +181,8 @@ def _core(run: LayerRun, attention: AttentionProducts, *, in_fp8: bool) -> Itera
     if in_fp8:
         # as the product after it takes it
         yield KeptTensor("o.fp8", run.fp8_bytes(out))
+    if attention.has_sinks and attention.is_in(run.execution.keeps_without_sinks, seq_len=run.execution.seq_len):
+        yield KeptTensor("o.without_sinks", _beside_sinks(run, out, tokens * heads, in_fp8=in_fp8), by_core)
     if run.execution.swaps_heads:
         # as attention made it
         yield KeptTensor("o.of_heads", out * run.width, freed_by)

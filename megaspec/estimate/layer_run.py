@@ -12,7 +12,7 @@ from megaspec.nn.layer.facts import LayerFacts
 from megaspec.parallelism.spec import ContextSpec, RecomputeSpec
 from megaspec.precision.spec import fp8_recipe, model_format
 from megaspec.recipe import Recipe
-from megaspec_kernels.catalog import CATALOG
+from megaspec_kernels.catalog import CATALOG, Requirement
 from megaspec_kernels.fp8_cast.padding import padded_rows
 
 BYTES = {"fp64": 8, "fp32": 4}
@@ -193,11 +193,20 @@ def _copies_values(recipe: Recipe) -> Literal["never", "hidden", "always"]:
     """See Execution. Ranks of a sequence put keys and values, or heads, into a tensor that they send."""
     if recipe.parallelism.cp > 1:
         return "always"
-    copies = CATALOG["attention"].implementations[recipe.kernels.attention].copies_values
-    if copies == "hidden" and recipe.data.document_mask:
-        # documents hide keys in all layers
+    return _with_documents(recipe, _attention(recipe).copies_values)
+
+
+def _attention(recipe: Recipe) -> Requirement:
+    return CATALOG["attention"].implementations[recipe.kernels.attention]
+
+
+def _with_documents(
+    recipe: Recipe, layers: Literal["never", "hidden", "always"]
+) -> Literal["never", "hidden", "always"]:
+    """Documents hide keys in all layers."""
+    if layers == "hidden" and recipe.data.document_mask:
         return "always"
-    return copies
+    return layers
 
 
 def layer_run(recipe: Recipe) -> LayerRun:
@@ -212,6 +221,7 @@ def layer_run(recipe: Recipe) -> LayerRun:
             recomputed=recomputed_parts(parallelism.recompute),
             fused=fused_operations(recipe),
             copies_values=_copies_values(recipe),
+            keeps_without_sinks=_with_documents(recipe, _attention(recipe).keeps_without_sinks),
             swaps_heads=context_split(parallelism.context, parallelism.cp).heads > 1,
             seq_len=recipe.data.seq_len,
         ),

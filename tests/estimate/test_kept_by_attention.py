@@ -1,10 +1,12 @@
 """What a layer keeps of queries, keys and values, beside what autograd saves of stand-ins on a CPU."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput
 
 from megaspec.estimate.activations import kept_tensors
 from megaspec.estimate.layer_run import layer_run
@@ -13,9 +15,10 @@ from megaspec.nn.attention.module import SequenceContext
 from megaspec.nn.layer.module import Layer
 from megaspec.recipe import Recipe
 from megaspec.runtime.build import DTYPES, build_model, materialise
+from megaspec_kernels.attention import flex
 from megaspec_kernels.attention.documents import Documents, documents_of
 from megaspec_kernels.registry import kernels_of
-from tests.kernels import cudnn_frontend
+from tests.kernels import cudnn_frontend, flex_by_blocks
 from tests.kernels.te import fake_transformer_engine
 from tests.plan.plans import LLAMA, plan
 
@@ -116,6 +119,40 @@ def test_what_hides_nothing(attention: str, is_kept: bool, monkeypatch: pytest.M
     found = counted(recipe)
     assert ("qkv" in found) == is_kept
     assert saved_by(recipe, lambda layer: layer) == pytest.approx(sum(found.values()), rel=0.01)
+
+
+class KeepsAsFlex(torch.autograd.Function):
+    """flex_attention that keeps what torch's does: what it was given, its output and the log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        out, aux = flex_by_blocks.flex_attention(q, k, v, **options)
+        ctx.save_for_backward(q, k, v, out, aux.lse)
+        ctx.options = options
+        return out, aux.lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors[:3]]
+        with torch.enable_grad():
+            out, aux = flex_by_blocks.flex_attention(*leaves, **ctx.options)
+        return *torch.autograd.grad((out, aux.lse), leaves, (grad_out, grad_lse)), None
+
+
+def test_flex_keeps_its_output_without_the_sinks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, AuxOutput]:
+        out, lse = KeepsAsFlex.apply(q, k, v, options)
+        return out, AuxOutput(lse=lse)
+
+    monkeypatch.setattr(flex, "flex_attention", attend)
+    sinks = {"model.attention.kind": "gqa", "model.attention.sinks": True}
+    recipe = recipe_of("flex", documents=True, **sinks)
+    found = counted(recipe)
+    # in bf16 as it was, in fp32 as it is scaled, and a number in fp32 for each head
+    assert found["o.without_sinks"] == 2 * TOKENS * (QUERIES + 2 * QUERIES + 4 * HEADS["n_heads"])
+    assert saved_by(recipe, lambda layer: layer) == pytest.approx(sum(found.values()), rel=0.01)
+    compiled = recipe_of("flex", documents=True, **sinks, **{"kernels.compile": "block"})
+    assert counted(compiled)["o.without_sinks"] == 2 * TOKENS * (QUERIES + 4 * HEADS["n_heads"])
 
 
 def test_attention_that_runs_again_keeps_views(stand_in: str) -> None:

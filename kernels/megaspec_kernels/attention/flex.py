@@ -61,7 +61,11 @@ def attention(
     v_BTKH = v_BTKH.contiguous()
     if q_BTNH.is_meta:
         # flex_attention refuses tensors without memory; a plain causal pass has the same results and keeps the same
-        return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=replace(scoring, cap=None), sinks=sinks)
+        out_BTNH = sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=replace(scoring, cap=None))
+        if sinks is None:
+            return out_BTNH
+        lse_BTN = q_BTNH.sum(dim=-1, dtype=torch.promote_types(q_BTNH.dtype, torch.float32))
+        return _with_sinks(out_BTNH.transpose(1, 2), lse_BTN.transpose(1, 2), sinks).transpose(1, 2)
     attend = flex_attention
     if q_BTNH.device.type != "cpu" and not torch.compiler.is_compiling():
         attend = _compiled(by_documents=documents is not None)
@@ -79,10 +83,15 @@ def attention(
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     if sinks is not None:
-        # the share of the softmax that the sink leaves, see sinks.py; the log-sum-exp carries a gradient
-        left_BNT = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])
-        out = (out.to(left_BNT.dtype) * left_BNT[..., None]).to(out.dtype)
+        out = _with_sinks(out, aux.lse, sinks)
     return out.transpose(1, 2)
+
+
+def _with_sinks(out_BNTH: Tensor, lse_BNT: Tensor, sinks_N: Tensor) -> Tensor:
+    """The output with the share of the softmax that the sinks leave, see sinks.py; the log-sum-exp carries a gradient.
+    flex keeps what it returned, the product behind it this."""
+    left_BNT = torch.sigmoid(lse_BNT - sinks_N.to(lse_BNT.dtype)[:, None])
+    return (out_BNTH.to(left_BNT.dtype) * left_BNT[..., None]).to(out_BNTH.dtype)
 
 
 def block_forward(
