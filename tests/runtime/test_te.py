@@ -80,12 +80,10 @@ def test_a_compiled_model_makes_the_same(recipe: str, fake: Fake) -> None:
     assert found == pytest.approx(plain, rel=3e-2)
 
 
-# layers in mxfp8, and compiled ones, are in tests/nn
-@pytest.mark.parametrize("compile", ["none", pytest.param("block", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("recipe", "quantizer"),
-    [pytest.param("mxfp8", "MXFP8Quantizer", marks=pytest.mark.slow), ("nvfp4", "NVFP4Quantizer")],
-)
+# layers are held to the definition in tests/nn, layouts in tests/parity/test_te.py
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", ["none", "block"])
+@pytest.mark.parametrize(("recipe", "quantizer"), [("mxfp8", "MXFP8Quantizer"), ("nvfp4", "NVFP4Quantizer")])
 def test_a_model_learns_as_by_the_definition(recipe: str, quantizer: str, compile: str, fake: Fake) -> None:
     plain = learned(recipe, te=False, compile=compile)
     assert not fake.products, "of the package nothing was asked"
