@@ -16,7 +16,8 @@ install: .venv/.installed ## make .venv with what training needs, pinned, and me
 train: .venv/.installed data/hello.manifest.json ## prepare a corpus and train recipe=hello; CONFIG="a.b=c ..." changes it
 	$(BIN)/megaspec train recipe=hello $(CONFIG)
 
-test test-slow: export OMP_NUM_THREADS := 1
+# Workers of `make test` compute on one core by tests/conftest.py.
+test-slow: export OMP_NUM_THREADS := 1
 # Ranks are started by the hundred: each finds its modules compiled.
 test test-slow: export PYTHONDONTWRITEBYTECODE :=
 # Three tests at a time, so that one that waits leaves its core to another, also on two cores.
