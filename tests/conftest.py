@@ -23,7 +23,7 @@ def pytest_configure() -> None:
 
     What a worker calls device 0 is another GPU than its neighbours' device 0. All GPUs stay visible, for tests with a
     rank to each. A worker computes on one core: with a thread for each core of each worker threads wait for each other
-    while they keep the cores busy, and some tests took twenty times as long.
+    while they keep the cores busy, and some tests took five to ten times as long.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if not worker:
@@ -48,8 +48,8 @@ def tell(request: pytest.FixtureRequest) -> Tell:
 
 @pytest.fixture(scope="module", autouse=True)
 def _gpu_memory_is_given_back() -> Iterator[None]:
-    """What a module's tests have freed goes back to the GPU, which other workers and their ranks share: 12 workers on
-    two H200 kept so much that new ranks found no memory."""
+    """What a module's tests have freed goes back to the GPU, which other workers and their ranks share. Of 12 workers
+    on two H200 some found no memory for new ranks; who held it was not looked into."""
     yield
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

@@ -153,7 +153,7 @@ class NvFp4Columns:
 
 
 def _filled_up(tokens: int) -> int:
-    """With those that are put behind them."""
+    """With the rows of zeros that fill the last block, as mxfp8.in_units puts them behind."""
     return -(-tokens // MX_BLOCK) * MX_BLOCK
 
 

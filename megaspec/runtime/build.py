@@ -647,7 +647,8 @@ def _set_determinism(spec: Spec) -> None:
     torch.use_deterministic_algorithms(spec.train.deterministic)
     if spec.train.deterministic:
         # Memory that a kernel read before anyone wrote it would change a result from run to run, so torch fills all new
-        # memory then, 1 % of a step. Ours is written before it is read, which tests show with memory full of NaN.
+        # memory then, 1 % of a step. Ours is written before it is read: tests/parity/test_filled.py trains with NaN
+        # in it.
         torch.utils.deterministic.fill_uninitialized_memory = False
         # read when the first matrix product opens cuBLAS; without it torch refuses to call itself deterministic
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

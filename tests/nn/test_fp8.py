@@ -12,6 +12,7 @@ from megaspec.nn.linear import COMPILED, Linear, WeightGradientQueue, WeightGrad
 from megaspec_kernels.registry import REGISTRY
 from megaspec_kernels.scaled_product.scales import as_read
 from tests.kernels.fp8 import quantised
+from tests.nn.casting_layers import kept_by
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -88,16 +89,7 @@ def test_three_products(recipe: str, gradient_format: str) -> None:
 def test_a_byte_of_each_input_is_kept(recipe: str) -> None:
     layer, _ = layer_in(recipe, dtype=torch.bfloat16)
     x, _ = inputs(torch.bfloat16)
-    kept = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(x)
-    assert y.requires_grad
-    held = [one for one in kept.values() if one.data_ptr() != layer.weight.data_ptr()]
+    held = kept_by(layer, x)
     values = [one for one in held if one.dtype == E4M3]
     assert [one.numel() for one in values] == [x.numel()]
     scales = sum(one.numel() for one in held if one.dtype == torch.float32)
