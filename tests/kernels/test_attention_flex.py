@@ -1,6 +1,8 @@
 """Documents through torch's flex_attention: on a CPU its forward pass, and our mask as a GPU's kernels read it with
 every gradient; those kernels against fp64, on a GPU. Whole sequences and the mask's blocks: test_attention.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,7 +87,11 @@ def planted_in_flex(old: str, new: str) -> Patch:
     return Patch("megaspec_kernels.attention.flex", old, new)
 
 
-# Of a query's first key, which mask_mod asks and the blocks are made of; of mask_mod alone; of the blocks alone.
+def planted_in_blocks(old: str, new: str) -> Patch:
+    return Patch("megaspec_kernels.attention.flex_blocks", old, new)
+
+
+# Of a query's first key, which mask_mod asks and the blocks are made of; of mask_mod alone.
 BUGS = {
     "a document begins a token late": planted_in_flex(
         "is_start[:, 1:] = number[:, 1:] != number[:, :-1]", "is_start[:, 2:] = number[:, 1:-1] != number[:, :-2]"
@@ -103,23 +109,39 @@ BUGS = {
     "in a block that is seen in part all of the past is seen": planted_in_flex(
         "(k <= q) & (k >= starts_BT[row, q])", "k <= q"
     ),
-    "a block that the document begins in is seen whole": planted_in_flex(
-        "(starts_BT[:, last_query_I] + _BLOCK - 1) // _BLOCK", "starts_BT[:, last_query_I] // _BLOCK"
+}
+# Of the blocks alone: of their formula, and of their kernel.
+BUGS_OF_BLOCKS = {
+    "a block that the document begins in is seen whole": planted_in_blocks(
+        "(starts_BT[:, last_query_I] + BLOCK - 1) // BLOCK", "starts_BT[:, last_query_I] // BLOCK"
     ),
-    "a block that the document begins in is not seen": planted_in_flex(
-        "first_BI = starts_BT[:, first_query_I] // _BLOCK",
-        "first_BI = (starts_BT[:, first_query_I] + _BLOCK - 1) // _BLOCK",
+    "a block that the document begins in is not seen": planted_in_blocks(
+        "first_BI = starts_BT[:, first_query_I] // BLOCK",
+        "first_BI = (starts_BT[:, first_query_I] + BLOCK - 1) // BLOCK",
+    ),
+}
+BUGS_OF_KERNEL = {
+    "a block that the document begins in is seen whole": planted_in_blocks(
+        "whole = tl.minimum((last_start + b_block - 1) // b_block, this)",
+        "whole = tl.minimum(last_start // b_block, this)",
+    ),
+    "a block that the document begins in is not seen": planted_in_blocks(
+        "first = tl.load(starts_ptr + this * b_block) // b_block",
+        "first = (tl.load(starts_ptr + this * b_block) + b_block - 1) // b_block",
+    ),
+    "a block of queries that sees a part of the keys is left out": planted_in_blocks(
+        "tl.store(n_part_by_key_ptr + at, 1 + n_all - n_whole)", "tl.store(n_part_by_key_ptr + at, 1)"
     ),
 }
 # the fourth document begins in the first block and fills the second
 ROWS = Packed(((20, 5, 30, 205, 40), (200, 100)), N=2, K=1)
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", [*BUGS, *BUGS_OF_BLOCKS])
 def test_planted_bugs_are_caught(bug: str, by_blocks: None) -> None:
     """A boundary off by one, and a document that leaks into the next; in what mask_mod says and in the blocks."""
     hold("flex", ROWS, torch.bfloat16, CPU)
-    with planted(BUGS[bug]), pytest.raises(AssertionError, match="from the truth"):
+    with planted((BUGS | BUGS_OF_BLOCKS)[bug]), pytest.raises(AssertionError, match="from the truth"):
         hold("flex", ROWS, torch.bfloat16, CPU)
 
 
@@ -138,11 +160,32 @@ def test_documents_on_a_gpu(packed: Packed, dtype: torch.dtype, compiles_anew: N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("T", [16, 300])
+def test_a_compiled_layer_without_gradients_reads_each_rows_own_blocks_on_a_gpu(T: int, compiles_anew: None) -> None:
+    """As a model is evaluated: torch's compiler lays out what it computes for the kernel, see flex_blocks.py."""
+    packed = Packed(((T // 4, T - T // 4), (T,), (T - 1, 1)), N=4, K=2, H=64)
+    inputs, _, documents = make(packed, CUDA)
+    mine = in_dtype(inputs, torch.bfloat16)
+
+    @torch.compile
+    def attend(q: Tensor, k: Tensor, v: Tensor, number: Tensor) -> Tensor:
+        # numbers that are computed here, as chunks are
+        here = replace(documents, number=number * 2 // 2)
+        return REGISTRY["attention"]["flex"].attend(q, k, v, documents=here)
+
+    with torch.no_grad():
+        found = attend(*mine.values(), documents.number)
+        plain = alone(packed, **mine)
+        truth = alone(packed, **inputs)
+    check({"out": found}, {"out": plain}, {"out": truth})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bug", [*BUGS, *BUGS_OF_KERNEL])
 def test_planted_bugs_are_caught_on_a_gpu(bug: str, compiles_anew: None) -> None:
     hold("flex", ROWS, torch.bfloat16, CUDA)
     torch._dynamo.reset()
-    with planted(BUGS[bug]), pytest.raises(AssertionError, match="from the truth"):
+    with planted((BUGS | BUGS_OF_KERNEL)[bug]), pytest.raises(AssertionError, match="from the truth"):
         hold("flex", ROWS, torch.bfloat16, CUDA)
 
 

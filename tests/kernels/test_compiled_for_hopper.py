@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaspec_kernels import dependent_launch
+from megaspec_kernels.attention.flex_blocks import blocks_by_kernel
 from megaspec_kernels.benches import BENCHES
 from megaspec_kernels.fp8_cast.bench import known_one, tokens_of_rows, unbalanced_ends
 from megaspec_kernels.fp8_cast.tiles import TILES_OF_LARGEST
@@ -285,6 +286,12 @@ def test_casts_of_groups(width: int, compiled) -> None:
         one.kernel for one in found
     }
     assert not spilling(found)
+
+
+@pytest.mark.parametrize("T", [1, 8192, 131072])
+def test_blocks_of_flex(T: int, compiled) -> None:
+    blocks_by_kernel(torch.zeros(2, T, dtype=torch.int32))
+    assert not spilling(compiled())
 
 
 def test_a_kernel_that_spills_would_be_seen(compiled) -> None:

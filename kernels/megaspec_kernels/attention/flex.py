@@ -7,7 +7,7 @@ backward of 8,192 tokens, 32 heads on 8 of 128 (one H200, bf16). So do blocks, o
 out by whoever has them; with capped scores they are the equation, of which nothing is kept.
 """
 
-# B sequences, T tokens, N query heads, K key and value heads, H head size; I blocks of queries, J blocks of keys
+# B sequences, T tokens, N query heads, K key and value heads, H head size
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,10 +20,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from megaspec_kernels.attention import reference_block, sdpa, sdpa_block
 from megaspec_kernels.attention.documents import Documents
+from megaspec_kernels.attention.flex_blocks import BLOCK, blocks_of
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
-
-# Queries and keys of a block of the mask. Triton's tiles divide it.
-_BLOCK = 128
 
 
 @cache
@@ -129,12 +127,7 @@ def _capped(cap: float | None) -> Callable[..., Tensor] | None:
 
 
 def block_mask(T: int, *, documents: Documents | None, window: int | None, device: torch.device) -> BlockMask:
-    """What a query sees, by blocks of tokens: not at all, in part, or whole.
-
-    The keys that a query sees begin at its window's or its document's start, whichever is later, and end with itself.
-    So the blocks that a block of queries sees lie side by side, and so do those that each of its queries sees whole.
-    """
-    blocks = -(-T // _BLOCK)
+    """What a query sees, by blocks of tokens: not at all, in part, or whole; see flex_blocks.py."""
     place = torch.arange(T, device=device, dtype=torch.int32)
     starts_BT = torch.zeros(1, T, device=device, dtype=torch.int32)
     if documents is not None:
@@ -144,31 +137,14 @@ def block_mask(T: int, *, documents: Documents | None, window: int | None, devic
         starts_BT = torch.where(is_start, place, 0).cummax(dim=1).values
     if window is not None:
         starts_BT = torch.maximum(starts_BT, place - (window - 1))
-    first_query_I = torch.arange(blocks, device=device) * _BLOCK
-    last_query_I = (first_query_I + _BLOCK - 1).clamp(max=T - 1)
-    itself_I = torch.arange(blocks, device=device)
-    # the block in which the first key lies that anyone of the block's queries sees; starts only grow along a row
-    first_BI = starts_BT[:, first_query_I] // _BLOCK
-    # the first block that all of them see whole; at most their own, of which the causal mask hides a part
-    whole_BI = torch.minimum((starts_BT[:, last_query_I] + _BLOCK - 1) // _BLOCK, itself_I)
-    n_part_BI = whole_BI - first_BI + 1
-    n_whole_BI = itself_I - whole_BI
-    number_J = torch.arange(blocks, device=device)
-    # those in part: first, first + 1, ... and, last, the block of the queries themselves
-    part_BIJ = first_BI[..., None] + number_J
-    part_BIJ = torch.where(number_J == (n_part_BI - 1)[..., None], itself_I[:, None], part_BIJ).clamp(max=blocks - 1)
-    whole_BIJ = (whole_BI[..., None] + number_J).clamp(max=blocks - 1)
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         row = b if documents is not None and documents.number.shape[0] > 1 else 0
         return (k <= q) & (k >= starts_BT[row, q])
 
-    return BlockMask.from_kv_blocks(
-        n_part_BI[:, None].to(torch.int32),
-        part_BIJ[:, None].to(torch.int32),
-        n_whole_BI[:, None].to(torch.int32),
-        whole_BIJ[:, None].to(torch.int32),
-        BLOCK_SIZE=_BLOCK,
+    return BlockMask(
+        (T, T),
+        **blocks_of(starts_BT)._asdict(),
+        BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=sees,
-        seq_lengths=(T, T),
     )
