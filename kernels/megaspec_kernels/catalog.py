@@ -108,6 +108,9 @@ CATALOG: dict[str, Operation] = {
                 attention_dropout=False,
                 skips_hidden=True,
                 head_size=16,
+                # An H200 has too little shared memory for any of torch's tiles with larger ones (288, 320, 512; torch
+                # 2.11).
+                largest_head=256,
                 blocks=False,
                 copies_values="hidden",
                 keeps_without_sinks="hidden",
