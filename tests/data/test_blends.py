@@ -97,6 +97,7 @@ def test_the_golden_cases_hold_what_they_are_for():
     assert 0 < sum(bare[samples] != weighted[samples] for samples in bare) < len(bare)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PACKAGE.is_dir(), reason="no folder with megatron-core")
 def test_the_golden_file_is_what_megatron_core_makes(tmp_path):
     code = "import sys; from pathlib import Path; from tests.data import megatron_blends as m; "

@@ -58,9 +58,9 @@ def test_a_run_that_torchrun_goes_on_with(tmp_path, factory, monkeypatch):
     assert len(losses[0]) == 16
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 1), pytest.param(signal.SIGUSR1, -10, marks=pytest.mark.slow)]
-)
+# that ranks of torchrun train is held in tests/test_cli.py
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 1), (signal.SIGUSR1, -10)])
 def test_the_exit_code_that_torchrun_hides_stands_in_the_run_folder(tmp_path, number, code):
     """Also when torchrun dies of the signal, as it does of one that it doesn't know: its ranks outlive it and save."""
     run = make_run(tmp_path / "run", {"parallelism.tp": 2, "train.steps": 5000})

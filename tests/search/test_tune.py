@@ -153,6 +153,7 @@ def test_what_only_sharing_ranks_can_do_leaves_layouts_in_which_they_share(overr
     assert spec.parallelism.dp_strategy in ("zero1", "zero2", "fsdp", "hsdp")
 
 
+@pytest.mark.slow
 def test_experts_are_spread():
     fixed = ("tp", "pp", "cp", "etp", "recompute.kind")
     grid = grid_of("qwen3_30b_a3b", "train.global_batch=16", gpus=8)
