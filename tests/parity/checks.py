@@ -70,7 +70,7 @@ def check_low(
     more = {"steps": LOW_STEPS, "device": device, "round_to": TORCH_NAMES[precision]}
     # flex has no fp64
     truth = truth_of(replace(case, precision="fp64", attention="reference"), **more)
-    floor = low_errors(run_case(pool, plain, **more), truth)
+    floor = low_floor(run_case(pool, plain, **more), truth)
     found = low_errors(run_case(pool, case, **more), truth)
     said = ", ".join(f"{k} {found[k]:.1e} (floor {floor[k]:.1e}, tolerance 2x)" for k in found)
     tell(f"{case}: {said}")
@@ -96,9 +96,9 @@ def check_fp8(pool: RankPool, case: Case, tell: Tell, *, kernels: Settings = (),
     plain = replace(one, precision="bf16", also=())
     more = {"steps": LOW_STEPS, "device": device, "round_to": "bfloat16"}
     truth = truth_of(replace(plain, precision="fp64", attention="reference"), **more)
-    bf16 = low_errors(run_case(pool, plain, **more), truth)
+    bf16 = low_floor(run_case(pool, plain, **more), truth)
     one_in_fp8 = run_case(pool, one, **more)
-    fp8 = low_errors(one_in_fp8, truth)
+    fp8 = low_floor(one_in_fp8, truth)
     many_in_fp8 = run_case(pool, case, **more)
     apart = low_errors(many_in_fp8, one_in_fp8)
     said = ", ".join(f"{k} {apart[k]:.1e} apart (bf16 {bf16[k]:.1e}, fp8 {fp8[k]:.1e} off)" for k in apart)
@@ -114,13 +114,27 @@ def check_fp8(pool: RankPool, case: Case, tell: Tell, *, kernels: Settings = (),
 
 
 def low_errors(run: Trajectory, truth: Trajectory) -> dict[str, float]:
-    """Root mean squares: of relative errors over the batches, of the first batch's gradients over the parameters."""
+    """Root mean squares: of relative errors over the batches, of the first batch's gradients over the parameters. And
+    the relative error of the evaluation."""
     errors = gradient_errors(run.gradients.values, truth.gradients.values)
     return {
-        "loss": rms((a - b) / b for a, b in zip(run.losses, truth.losses, strict=True)),
+        "loss": rms(loss_errors(run, truth)),
         "norm": rms((a - b) / b for a, b in zip(run.norms, truth.norms, strict=True)),
         "gradients": rms(errors.values()),
+        "evaluation": abs(run.evaluation - truth.evaluation) / truth.evaluation,
     }
+
+
+def low_floor(run: Trajectory, truth: Trajectory) -> dict[str, float]:
+    """What others are held to. There is one evaluation, whose error may be small by chance: it counts as the largest of
+    the batches, of which it is the last one's loss without a gradient."""
+    largest = max(abs(error) for error in loss_errors(run, truth))
+    return low_errors(run, truth) | {"evaluation": largest}
+
+
+def loss_errors(run: Trajectory, truth: Trajectory) -> list[float]:
+    """Relative, of each batch."""
+    return [(a - b) / b for a, b in zip(run.losses, truth.losses, strict=True)]
 
 
 def rms(values: Iterable[float]) -> float:
