@@ -67,8 +67,8 @@ CASES = [
     Case(tp=2, sequence=True, precision="fp8 nvfp4", wide=True, accumulate=2, mask="uneven", also=(NEAREST,)),
     Case(pp=2, schedule="1f1b", precision="fp8 nvfp4", wide=True, accumulate=3, also=(NEAREST,)),
 ]  # fmt: skip
-# Those beside which another one holds the same: with sequence parallelism, another schedule, the other format, in mxfp8,
-# or by layers that are compiled, in tests/nn.
+# Those beside which another one holds the same: with sequence parallelism, another schedule, the other format, in
+# mxfp8, or by layers that are compiled, in tests/nn.
 HELD_BY_OTHERS = (CASES[11], CASES[14], CASES[16], CASES[17], *CASES[19:22], CASES[23])
 # Planted: what the cases above have to feel.
 BUGS = {
