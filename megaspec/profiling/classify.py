@@ -41,11 +41,12 @@ _ATTENTION_PREFIXES = (
     "aten::_cudnn_attention_",
     "flex_attention",
     "FlexAttention",
-    # kernels/megaspec_kernels/attention: varlen.py, cudnn.py, flash_attn.py and te.py
+    # kernels/megaspec_kernels/attention: varlen.py, cudnn.py, flash_attn.py, te.py and flex_blocks.py
     "megaspec::attend_each_document",
     "megaspec::cudnn_documents",
     "megaspec::flash_attn",
     "megaspec::te_attention",
+    "megaspec::flex_blocks",
 )
 # Process groups, their functional operators, and what they mark as their own. gloo does its work in threads.
 _COMMUNICATION_PREFIXES = ("c10d::", "_c10d_functional::", "nccl:", "gloo:", "record_param_comms")

@@ -469,7 +469,9 @@ def table_of_readme() -> str:
         if need.head_size > 1:
             sizes = f"from {need.head_size}"
         if need.largest_head:
-            sizes = f"{need.head_size} to {need.largest_head} by {need.head_step}"
+            sizes = f"{need.head_size} to {need.largest_head}"
+        if need.head_step > 1:
+            sizes += f" by {need.head_step}"
         words = [
             f"`{name}`",
             gpu,
