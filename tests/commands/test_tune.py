@@ -144,7 +144,10 @@ def test_what_can_not_be_found_is_said(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("pipeline", ["first_layers: 5", "layout: 'Et*17|t*15L'", "virtual_stages: 2"])
+@pytest.mark.parametrize(
+    "pipeline",
+    ["first_layers: 5", "layout: 'Et*17|t*15L'", pytest.param("virtual_stages: 2", marks=pytest.mark.slow)],
+)
 def test_what_a_file_says_of_stages_leaves_layouts_without_them(pipeline, tmp_path, capsys):
     recipes = tmp_path / "recipes"
     recipes.mkdir()
