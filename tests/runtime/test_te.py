@@ -69,8 +69,9 @@ def test_weights_are_cast_once_an_update(fake: Fake) -> None:
     assert len(fake.casts) == layers * linears * steps * (2 * micro_batches + 1)
 
 
-# the other recipe's layers are compiled in tests/nn/test_fp8_te.py
-@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.slow), "delayed"])
+# layers are compiled in tests/nn/test_fp8_te.py
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_compiled_model_makes_the_same(recipe: str, fake: Fake) -> None:
     plain = learned(recipe, te=True)
     with without_cpp():
