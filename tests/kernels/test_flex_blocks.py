@@ -10,7 +10,8 @@ from megaspec_kernels.attention import flex_blocks
 from megaspec_kernels.attention.flex_blocks import BLOCK, Blocks, blocks_by_kernel, blocks_by_torch, blocks_of
 
 INTERPRETED = flex_blocks.triton is not None and flex_blocks.triton.knobs.runtime.interpret
-LENGTHS = [1, 127, 128, 129, 1000]
+# Of 1, 1, 2, 3 and 8 blocks: numbers of them that are no power of two leave a part of a program idle.
+LENGTHS = [1, 128, 129, 300, 897]
 
 
 def starts(T: int, rate: float, window: int | None, device: torch.device) -> Tensor:
