@@ -26,6 +26,7 @@ from megaspec.hf.table import family_of, read_model
 from megaspec.model.spec import TransformerSpec
 from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.plugins import loaded
+from megaspec.precision.spec import fp8_recipe, model_format
 from megaspec.recipe import Recipe
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_no_checkpoint(saved, args.step)
         trained = saved.spec
         model = trained.model
-        precision = trained.precision.model_dump(mode="json")
+        precision = {"kind": model_format(trained.precision)}
     spec = generation_spec(model, precision, settings, args, detect_target())
     folder = Path(tempfile.mkdtemp(prefix="megaspec-generate-"))
     try:
@@ -193,6 +194,7 @@ def generation_spec(
     target: Target,
 ) -> Spec:
     """The model on this machine: one rank, unless settings or --gpus say otherwise. On a CPU in fp32, but for fp64.
+    `precision`: plain data of one without fp8.
 
     RecipeError: settings that are wrong, break a rule, or make no sense where nothing is trained.
     """
@@ -208,7 +210,7 @@ def generation_spec(
     refuse_jobs(composed.recipe, composed.origins, "generate")
     parallelism = composed.recipe.parallelism
     ranks = _ranks(args.gpus, composed.recipe)
-    _refuse_training_layout(parallelism, composed.origins)
+    _refuse_of_training(composed.recipe, composed.origins)
     if target.device == "cuda" and ranks > target.gpus:
         text = f"the layout needs {ranks} ranks, this machine has {target.gpus} GPUs; take lower degrees"
         raise RecipeError([Problem("parallelism", text, COMMAND_LINE)])
@@ -284,13 +286,18 @@ def _fewest_ranks(parallelism: ParallelismSpec) -> int:
     return fewest
 
 
-def _refuse_training_layout(parallelism: ParallelismSpec, origins: dict[str, str]) -> None:
+def _refuse_of_training(recipe: Recipe, origins: dict[str, str]) -> None:
+    """RecipeError: a layout or a precision that only training has."""
     problems = []
     for key, (needed, why) in _NOT_HERE.items():
-        value = getattr(parallelism, key)
+        value = getattr(recipe.parallelism, key)
         if value != needed:
             path = f"parallelism.{key}"
             problems.append(Problem(path, f"{path}={value} {why}", origins.get(path, COMMAND_LINE)))
+    if fp8_recipe(recipe.precision) is not None:
+        path = "precision.kind"
+        text = f"{path}=fp8 gives products scales of a batch, and a text is what it is alone; set precision=bf16"
+        problems.append(Problem(path, text, origins.get(path, COMMAND_LINE)))
     if problems:
         raise RecipeError(problems)
 

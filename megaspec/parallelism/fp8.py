@@ -197,7 +197,6 @@ class Fp8:
         self._shared.met_fresh = False
         self._seen.zero_()
         self.saturated.zero_()
-        self._set_scales()
 
     def _set_draws(self, step: int) -> None:
         """What rounds at random in a step depends on the seed, the step and which tokens and layers a rank has: so a
@@ -213,13 +212,6 @@ class Fp8:
             torch.cuda.default_generators[index].manual_seed(key)
         elif device.type == "cpu":
             torch.default_generator.manual_seed(key)
-
-    @torch.no_grad()
-    def start_evaluation(self) -> None:
-        """Call before the first forward pass of an evaluation: scales are those of the step that comes next, and of one
-        that goes on from a checkpoint."""
-        if self.is_delayed:
-            self._set_scales()
 
     @torch.no_grad()
     def finish_step(self, *, skip: Tensor) -> Tensor | None:
@@ -238,6 +230,9 @@ class Fp8:
         self.largest.copy_(torch.cat((newest[..., None], self.largest[..., :-1]), dim=-1))
         if self._shared.met_fresh:
             self._find_fresh()
+        # here, so that what is evaluated or written between two steps has the scales that the next step has, and a run
+        # that goes on from a checkpoint of this one
+        self._set_scales()
         if not self._form.counts_saturated:
             return None
         saturated = self.saturated.clone()

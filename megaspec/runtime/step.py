@@ -305,7 +305,6 @@ def evaluation_sums(built: TrainState, batches: Iterable[Batch], *, is_cut: Call
     `is_cut` is asked before each pass through the pipeline, by all ranks together, and answers the same on each. None:
     it said yes, and the rest was left.
     """
-    built.fp8.start_evaluation()
     sums = torch.zeros(2, dtype=torch.float64, device=built.device)
     one = torch.ones((), dtype=built.wide, device=built.device)
     count_here = built.mesh.index("cp") == 0 and built.mesh.index("pp") == 0

@@ -206,6 +206,7 @@ def test_a_terminal_shows_prompt_and_text(folders: dict[str, Path], capfd: Any) 
         (("train.steps=3",), "train is nothing that can be set here"),
         (("parallelism.tpp=2",), "did you mean tp, pp or etp?"),
         (("kernels.compile=block",), "set kernels.compile=none"),
+        (("precision=fp8",), "set precision=bf16"),
         (("parallelism.tp=2", "parallelism.tp=4"), "parallelism.tp is set twice"),
         (("--gpus", "3", "parallelism.tp=2"), "parallelism.tp=2 must divide launcher.ranks=3"),
         (("--gpus", "3", "launcher.ranks=2"), "launcher.ranks=2 and --gpus 3 say the same thing differently"),

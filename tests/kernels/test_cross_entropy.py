@@ -4,11 +4,13 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaspec_kernels import catalog
 from megaspec_kernels.cross_entropy.reference import PLAIN_LOGITS, LogitForm, VocabShard
@@ -157,6 +159,30 @@ def test_gate_in_pieces(name: str, dtype: torch.dtype, device: torch.device, mon
     bytes_a_row = 72 * torch.finfo(dtype).bits // 8
     monkeypatch.setattr(catalog, "LOGITS_BYTES", 15 * bytes_a_row)  # 4 pieces of 13 tokens and one of 11
     gate(name, shape, dtype, device)
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+def test_without_gradients_the_loss_is_one_product(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """As a model is evaluated, whose weights are parameters: nothing of their gradients is computed."""
+    shape = Shape(63, 32, 67, 5)
+    inputs, others = make(shape, device)
+    mine = in_dtype(inputs, dtype)
+    leaves = {"x": mine["x"], "weight": mine["weight"].requires_grad_()}
+    with_gradients = run(name, **leaves, **others, shard=VocabShard(0, shape.V))
+    with torch.no_grad(), _Products() as products:
+        loss = run(name, **leaves, **others, shard=VocabShard(0, shape.V))
+    assert torch.equal(loss, with_gradients)
+    assert products.count == 1
 
 
 @pytest.mark.parametrize("cuts", [(0, 40, 67), (0, 67, 67), (0, 1, 67), (0, 24, 48, 67)], ids=str)

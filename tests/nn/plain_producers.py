@@ -259,6 +259,7 @@ def remembering(*, shrinks: float) -> Iterator[list[Remembered]]:
         saturated = finish(fp8, skip=skip)
         found.append(Remembered(int(saturated), fp8.largest.cpu().numpy().tobytes()))
         fp8.largest /= shrinks
+        fp8._set_scales()
         return saturated
 
     Fp8.finish_step = finish_and_tell

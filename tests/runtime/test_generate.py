@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from megaspec.core.errors import DataError, NonFiniteError, Preempted, UsageError
+from megaspec.data.loader import read_batch
+from megaspec.data.synthetic import SyntheticSource
 from megaspec.data.tokenizer import ByteTokenizer
 from megaspec.nn.attention.spec import GroupedQuerySpec
 from megaspec.nn.layer.module import Layer
+from megaspec.precision.scaler import build_scaler
 from megaspec.rules.examples import H200
 from megaspec.rules.kernel_use import use_of
 from megaspec.runtime.build import initialise
@@ -24,6 +27,7 @@ from megaspec.runtime.generate import (
     why_uncached,
     write_sample,
 )
+from megaspec.runtime.step import evaluate, train_step
 from megaspec.runtime.text_passes import ModelOnRanks, cached_passes, whole_passes
 from megaspec.spec import Spec
 from megaspec.train.spec import SampleSpec
@@ -327,6 +331,36 @@ def test_a_run_writes_its_sample_on_any_layout(pool: Any) -> None:
         texts |= set(pool.run(sampled_on, made.model_dump_json(), ranks=made.world_size))
     assert len(texts) == 1
     assert len(texts.pop()) == 9
+
+
+def logits_behind_steps(rank: int, text: str, evaluates: bool) -> dict[tuple[int, int], list[float]]:
+    """What texts are drawn from after two steps, in which numbers grow, and an evaluation or none."""
+    made = Spec.model_validate_json(text)
+    built = lives.build_here(made, rank)
+    initialise(built)
+    source = SyntheticSource(made.data, split="train", seed=made.data.seed, segments=made.segments)
+    batch = read_batch(source, list(range(made.train.micro_batch)), document_mask=False)
+    scaler = build_scaler(made.precision, device=built.device)
+    for _ in range(2):
+        train_step(built, [batch], lr=0.1, weight_decay=0.0, scaler=scaler)
+    if evaluates:
+        evaluate(built, [batch])
+    seen = Seen(SAMPLING)
+    prompts = [Prompt(ids) for ids in PROMPTS]
+    with cached_passes(ModelOnRanks.of_run(built), seen, rows=2, length=longest_text(prompts, LIMITS)) as passes:
+        generate(passes, prompts, tokenizer=ByteTokenizer(), limits=LIMITS, rows=2, seed=SAMPLING.seed)
+    return seen.logits
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_text_behind_a_step_is_the_same_whether_the_step_was_evaluated(recipe: str, pool: Any) -> None:
+    """Delayed scales are those of the next step in both cases."""
+    precision = {"kind": "fp8", "recipe": recipe, "outside": "fp64", "first_layers_bf16": 0, "last_layers_bf16": 0}
+    changes = {"model.d_head": 16, "model.d_ffn": 64, "precision": precision}
+    text = spec({**changes, "model.max_seq_len": 16}).model_dump_json()
+    (plain,) = pool.run(logits_behind_steps, text, False, ranks=1)
+    (evaluated,) = pool.run(logits_behind_steps, text, True, ranks=1)
+    assert plain == evaluated
 
 
 class _OtherAttention(GroupedQuerySpec):

@@ -134,6 +134,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return *found, None, None, None, None, None, None, None
 
 
+def recorded(*inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The inputs as ChunkedCrossEntropy takes them: only what autograd records needs a gradient. Within torch.no_grad
+    an autograd.Function is told that a parameter needs one, which an evaluation would pay for."""
+    if torch.is_grad_enabled():
+        return inputs
+    return tuple(None if one is None else one.detach() for one in inputs)
+
+
 def linear_cross_entropy(
     x_MD: Tensor,
     weight_VD: Tensor,
@@ -148,5 +156,12 @@ def linear_cross_entropy(
     """See reference.py; logits of two pieces live at a time (catalog.logits_piece). `weight_sum`: takes the gradient of
     the weight, which autograd has none of then."""
     return ChunkedCrossEntropy.apply(
-        x_MD, weight_VD, bias_V, labels_M, weights_M, shard, form, weight_sum, local_stats, local_gradient
+        *recorded(x_MD, weight_VD, bias_V),
+        labels_M,
+        weights_M,
+        shard,
+        form,
+        weight_sum,
+        local_stats,
+        local_gradient,
     )
