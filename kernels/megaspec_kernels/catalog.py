@@ -108,8 +108,8 @@ CATALOG: dict[str, Operation] = {
                 attention_dropout=False,
                 skips_hidden=True,
                 head_size=16,
-                # An H200 has too little shared memory for any of torch's tiles with larger ones (288, 320, 512; torch
-                # 2.11).
+                # With larger heads none of torch's tiles fits the shared memory of an H200 (288, 320 and 512 were tried
+                # with torch 2.11).
                 largest_head=256,
                 blocks=False,
                 copies_values="hidden",

@@ -194,7 +194,7 @@ def generation_spec(
     target: Target,
 ) -> Spec:
     """The model on this machine: one rank, unless settings or --gpus say otherwise. On a CPU in fp32, but for fp64.
-    `precision`: plain data of one without fp8.
+    `precision`: as plain data, not fp8.
 
     RecipeError: settings that are wrong, break a rule, or make no sense where nothing is trained.
     """
@@ -210,7 +210,7 @@ def generation_spec(
     refuse_jobs(composed.recipe, composed.origins, "generate")
     parallelism = composed.recipe.parallelism
     ranks = _ranks(args.gpus, composed.recipe)
-    _refuse_of_training(composed.recipe, composed.origins)
+    _refuse_training_settings(composed.recipe, composed.origins)
     if target.device == "cuda" and ranks > target.gpus:
         text = f"the layout needs {ranks} ranks, this machine has {target.gpus} GPUs; take lower degrees"
         raise RecipeError([Problem("parallelism", text, COMMAND_LINE)])
@@ -286,7 +286,7 @@ def _fewest_ranks(parallelism: ParallelismSpec) -> int:
     return fewest
 
 
-def _refuse_of_training(recipe: Recipe, origins: dict[str, str]) -> None:
+def _refuse_training_settings(recipe: Recipe, origins: dict[str, str]) -> None:
     """RecipeError: a layout or a precision that only training has."""
     problems = []
     for key, (needed, why) in _NOT_HERE.items():
@@ -296,7 +296,7 @@ def _refuse_of_training(recipe: Recipe, origins: dict[str, str]) -> None:
             problems.append(Problem(path, f"{path}={value} {why}", origins.get(path, COMMAND_LINE)))
     if fp8_recipe(recipe.precision) is not None:
         path = "precision.kind"
-        text = f"{path}=fp8 gives products scales of a batch, and a text is what it is alone; set precision=bf16"
+        text = f"{path}=fp8 takes scales over a batch, so a text would depend on those beside it; set precision=bf16"
         problems.append(Problem(path, text, origins.get(path, COMMAND_LINE)))
     if problems:
         raise RecipeError(problems)

@@ -2,9 +2,9 @@
 
 Note "What is evaluated". Of each set the first `train.eval_samples` sequences, or all where it has fewer: none twice.
 The last micro batches are filled up with rows that count nothing. A loss is the mean over the valid tokens of these
-sequences, so it depends neither on the layout nor on the micro batch. What looks at a micro batch as a whole does so
-here, as in training: experts with a capacity_factor drop what they have no room for, with room for the rows that fill
-it up, which take of it, too; scales of fp8 are of all rows.
+sequences, so it depends neither on the layout nor on the micro batch, with two exceptions that training has, too. With
+a capacity_factor experts drop tokens by micro batch, and the rows that fill one up raise the capacity and take of it.
+In fp8 scales that are not delayed are taken over all rows of a micro batch.
 
 Note "Asked to stop". An evaluation may take longer than the grace time of a scheduler. All ranks vote before each pass
 through the pipeline but the first, and leave the evaluation together; what was computed of it is lost. The first pass

@@ -126,8 +126,8 @@ def low_errors(run: Trajectory, truth: Trajectory) -> dict[str, float]:
 
 
 def low_floor(run: Trajectory, truth: Trajectory) -> dict[str, float]:
-    """What others are held to. There is one evaluation, whose error may be small by chance: it counts as the largest of
-    the batches, of which it is the last one's loss without a gradient."""
+    """What others are held to. An evaluation is of the last batch alone, and its error may be small by chance: the
+    largest error of all batches' losses stands for it."""
     largest = max(abs(error) for error in loss_errors(run, truth))
     return low_errors(run, truth) | {"evaluation": largest}
 

@@ -66,7 +66,7 @@ def _(starts: Tensor) -> list[Tensor]:
 
 def blocks_by_torch(starts_BT: Tensor) -> list[Tensor]:
     """The fields of Blocks, as formulas."""
-    B, T = starts_BT.shape
+    T = starts_BT.shape[1]
     last = ceil_div(T, BLOCK) - 1
     number = torch.arange(last + 1, device=starts_BT.device, dtype=torch.int32)
     first_query_I = number * BLOCK
@@ -84,18 +84,23 @@ def blocks_by_torch(starts_BT: Tensor) -> list[Tensor]:
     is_behind_IJ = number[:, None] > number
     n_whole_BJ = (is_behind_IJ & (whole_BI[..., None] <= number)).sum(dim=1, dtype=torch.int32)
     n_all_BJ = (is_behind_IJ & (first_BI[..., None] <= number)).sum(dim=1, dtype=torch.int32)
-    whole_by_key_JI = number[:, None] + 1 + number
+    whole_by_key_1JI = (number[:, None] + 1 + number)[None]
     part_by_key_BJI = torch.where(number == 0, number[:, None], number[:, None] + n_whole_BJ[..., None] + number)
 
-    found = []
-    for count, which in (
-        (n_part_BI, part_BIJ),
-        (number - whole_BI, whole_BIJ),
-        (1 + n_all_BJ - n_whole_BJ, part_by_key_BJI),
-        (n_whole_BJ, whole_by_key_JI),
-    ):
-        found.append(count[:, None].contiguous())
-        found.append(which.clamp(max=last).expand(B, -1, -1)[:, None].contiguous())
+    found = _empty(starts_BT)
+    values = (
+        n_part_BI,
+        part_BIJ.clamp(max=last),
+        number - whole_BI,
+        whole_BIJ.clamp(max=last),
+        1 + n_all_BJ - n_whole_BJ,
+        part_by_key_BJI.clamp(max=last),
+        n_whole_BJ,
+        whole_by_key_1JI.clamp(max=last),
+    )
+    for out, value in zip(found, values, strict=True):
+        # of all heads
+        out.copy_(value[:, None])
     return found
 
 

@@ -134,12 +134,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return *found, None, None, None, None, None, None, None
 
 
-def recorded(*inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The inputs as ChunkedCrossEntropy takes them: only what autograd records needs a gradient. Within torch.no_grad
-    an autograd.Function is told that a parameter needs one, which an evaluation would pay for."""
+def without_needless_gradients(*inputs: Tensor | None) -> list[Tensor | None]:
+    """The inputs as they are, or within torch.no_grad detached: an autograd.Function is told there, too, that a
+    parameter needs a gradient, and ChunkedCrossEntropy makes it in its forward pass."""
     if torch.is_grad_enabled():
-        return inputs
-    return tuple(None if one is None else one.detach() for one in inputs)
+        return list(inputs)
+    detached = []
+    for one in inputs:
+        if one is not None:
+            one = one.detach()
+        detached.append(one)
+    return detached
 
 
 def linear_cross_entropy(
@@ -156,7 +161,7 @@ def linear_cross_entropy(
     """See reference.py; logits of two pieces live at a time (catalog.logits_piece). `weight_sum`: takes the gradient of
     the weight, which autograd has none of then."""
     return ChunkedCrossEntropy.apply(
-        *recorded(x_MD, weight_VD, bias_V),
+        *without_needless_gradients(x_MD, weight_VD, bias_V),
         labels_M,
         weights_M,
         shard,

@@ -6,7 +6,7 @@ their gradient in place. Meta tensors get their shapes, as from any operation of
 import torch
 from torch import Tensor
 
-from megaspec_kernels.cross_entropy.chunked import ChunkedCrossEntropy, recorded
+from megaspec_kernels.cross_entropy.chunked import ChunkedCrossEntropy, without_needless_gradients
 from megaspec_kernels.cross_entropy.reference import PLAIN_LOGITS, LogitForm, VocabShard, WeightSum
 
 try:
@@ -173,7 +173,7 @@ def linear_cross_entropy(
     """See reference.py; fp32 sums, logits in the dtype of x (fp32, bf16 or fp16). `weight_sum`: as chunked's."""
     assert x_MD.dtype != torch.float64, "the fused kernels sum in fp32; fp64 takes chunked"
     return ChunkedCrossEntropy.apply(
-        *recorded(x_MD, weight_VD, bias_V),
+        *without_needless_gradients(x_MD, weight_VD, bias_V),
         labels_M.contiguous(),
         weights_M.contiguous(),
         shard,
