@@ -263,6 +263,30 @@ def test_buffers_that_begin_anywhere(a_block, b_block, dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("M", "N", "K"), [(8192, 6144, 4096), (2048, 28672, 4096)])
+def test_small_tiles_with_fast_sums_change_no_bit(M, N, K) -> None:
+    """On Hopper a small tile comes first, see note "Fast sums"; all that cuBLASLt found agree to the bit."""
+    device = torch.device("cuda")
+    x8 = torch.randn(M, K, device=device).to(E4M3)
+    weight8 = torch.randn(N, K, device=device).to(E4M3)
+    one = torch.ones(1, 1, device=device)
+    form = {"a_block": ALL, "b_block": ALL}
+    out = torch.empty(M, N, dtype=torch.bfloat16, device=device)
+    count = cublaslt.algorithms(x8, weight8, out, **form, fast=True)
+    call = partial(cublaslt.scaled_product, x8, weight8, one, one, **form, dtype=torch.bfloat16, fast=True)
+    first = call()
+    for algorithm in range(1, count):
+        assert torch.equal(call(algorithm=algorithm), first), algorithm
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    shape = cublaslt._shape(x8, weight8, out, **form, fast=True)
+    taken = cublaslt._plan(shape).found[0]
+    assert cublaslt._configured(taken, cublaslt._TILE) in cublaslt.SMALL_TILES
+    # without fast sums, and with scales of lines, cuBLASLt's own
+    assert not cublaslt.has_small_tiles(shape._replace(fast=False), (9, 0))
+
+
+@pytest.mark.gpu
 def test_what_cublaslt_is_not_made_for_is_told() -> None:
     device = torch.device("cuda")
     (_, a8, a_scale), (_, b8, b_scale) = factors(32, 32, 128, ALL, ALL, E5M2, device)
@@ -342,6 +366,48 @@ def test_structs_are_those_of_the_header() -> None:
         72,
         76,
     )
+
+
+def test_a_small_tile_is_taken_where_it_was_measured_to_be_faster(monkeypatch) -> None:
+    """Of many waves, of the variant that was measured, the one that cuBLASLt names first; else cuBLASLt's first."""
+
+    def found(tile: int, option: int, waves: float) -> cublaslt._Found:
+        one = cublaslt._Found(waves=waves)
+        one.algorithm.data[0] = tile
+        one.algorithm.data[1] = option
+        return one
+
+    def attribute(algorithm, which, value, size, written) -> int:
+        at = {cublaslt._TILE: 0, cublaslt._CUSTOM_OPTION: 1}[which]
+        value._obj.value = algorithm._obj.data[at]
+        return 0
+
+    monkeypatch.setattr(cublaslt, "library", lambda: SimpleNamespace(cublasLtMatmulAlgoConfigGetAttribute=attribute))
+    large = found(24, 7, 54.3)
+    few_waves = found(201, 2, 11.6)
+    another = found(201, 3, 79.0)
+    first_small = found(197, 2, 82.9)
+    second_small = found(201, 2, 79.0)
+    taken = cublaslt.small_tiles_first([large, few_waves, another, first_small, second_small])
+    assert [id(one) for one in taken] == [id(one) for one in (first_small, large, few_waves, another, second_small)]
+    # nothing of the kind
+    kept = [large, few_waves, another]
+    assert cublaslt.small_tiles_first(kept) == kept
+
+
+@pytest.mark.parametrize(
+    ("fast", "block", "capability", "has"),
+    [
+        (True, ALL, (9, 0), True),
+        (False, ALL, (9, 0), False),
+        (True, LINES, (9, 0), False),
+        (True, ALL, (8, 9), False),
+        (True, ALL, (10, 0), False),
+    ],
+)
+def test_small_tiles_are_taken_as_they_were_measured(fast, block, capability, has) -> None:
+    shape = cublaslt.Shape(0, 8192, 6144, 4096, E4M3, E4M3, torch.bfloat16, block, block, fast, (256, 256, 256))
+    assert cublaslt.has_small_tiles(shape, capability) == has
 
 
 @pytest.mark.parametrize(("M", "K"), [(48, 256), (130, 640), (16, 128)])

@@ -29,6 +29,8 @@ GRADIENTS: dict[str, tuple[Block, torch.dtype]] = {
     "rows": ((1, None), E5M2),
     "1x128": ((1, 128), E4M3),
 }
+# Outputs and inputs of a layer's linears, of a model of 8B.
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
 # What asks for such blocks of a first factor: by precision.recipe the catalog says who takes them on which GPU.
 _RECIPES: dict[Block, str] = {(None, None): "tensorwise", ROW: "rowwise", SHORT_ROW: "blockwise"}
 
@@ -94,6 +96,7 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
     kernel = REGISTRY["scaled_product"][name]
     dtype = training_dtype(device)
     yield from _weight_gradients(name, device)
+    yield from _fast_sums(name, device)
     for what, (a_block, b_block, format_a) in FACTORS.items():
         if not takes(name, a_block, device):
             continue
@@ -114,7 +117,7 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
 def _weight_gradients(name: str, device: torch.device) -> Iterator[Work]:
     """Of the layers of a model of 8B: added to a main gradient in fp32."""
     tokens = 8192
-    shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
+    shapes = SHAPES
     if device.type != "cuda":
         tokens = 128
         shapes = {"small": (48, 32)}
@@ -148,6 +151,33 @@ def _weight_gradients(name: str, device: torch.device) -> Iterator[Work]:
                 if algorithm:
                     text += f", algorithm {algorithm}"
                 yield Work(text, call, 2 * outputs * inputs * tokens, "flops")
+
+
+def _fast_sums(name: str, device: torch.device) -> Iterator[Work]:
+    """Forward products of a model of 8B, by each algorithm that cuBLASLt found; the first is what a run takes."""
+    if name != "cublaslt":
+        return
+    tokens = 8192
+    whole: Block = (None, None)
+    blocks = {"a_block": whole, "b_block": whole}
+    for layer, (outputs, inputs) in SHAPES.items():
+        x_MK, x_scale = _factor(torch.randn(tokens, inputs, device=device), whole, E4M3)
+        weight_NK, weight_scale = _factor(torch.randn(outputs, inputs, device=device), whole, E4M3)
+        out_MN = torch.empty(tokens, outputs, dtype=torch.bfloat16, device=device)
+        for algorithm in range(cublaslt.algorithms(x_MK, weight_NK, out_MN, **blocks, fast=True)):
+
+            def call(
+                x_MK: Tensor = x_MK,
+                weight_NK: Tensor = weight_NK,
+                scales: tuple[Tensor, Tensor] = (x_scale, weight_scale),
+                algorithm: int = algorithm,
+            ) -> Tensor:
+                return cublaslt.scaled_product(
+                    x_MK, weight_NK, *scales, **blocks, dtype=torch.bfloat16, fast=True, algorithm=algorithm
+                )
+
+            text = f"{layer}, {tokens} x {outputs} x {inputs}, fast sums, algorithm {algorithm}"
+            yield Work(text, call, 2 * tokens * outputs * inputs, "flops")
 
 
 BENCH = Bench(held, works, uses=lambda name: Use(precision="bf16"))

@@ -14,6 +14,13 @@ numbers of a row, or for each square of 128 on a side. Scales of whole factors a
 Those of 128 numbers multiply the part of the sum that these make, so that K is padded to a multiple of 128. Rows go
 with rows, and one factor at most has squares. Where scales lie in memory: see scales.py.
 
+Note "Fast sums". Of products with fast sums cuBLASLt puts large tiles first. In steps of a large model the GPU stands
+at its limit of power, and there one of two smaller tiles takes 2 to 11 % less time in each of six shapes of models of
+1B to 70B whose tiles fill the GPU sixteen times or more ("Tiles of fp8 products with fast sums" in
+tests/benchmarks/README.md). It is taken there, on Hopper, with scales of whole factors. All algorithms add in the same
+order: their results have the same bits, so that the choice changes no run. Without fast sums cuBLASLt's first is the
+fastest.
+
 Note "Library". It is the one that torch has loaded, found by its name: no other can be in the process. Numbers of its
 enumerations and the layout of its struct are those of cublasLt.h, which keeps them from version to version. Whatever it
 refuses is an error, with what it was asked.
@@ -42,8 +49,13 @@ UNIT = 16
 _FIRST_WITH_LINES = 10_000 * CUDA_WITH_LINES[0] + 100 * CUDA_WITH_LINES[1]
 # What NVIDIA asks for on Hopper.
 WORKSPACE_BYTES = 32 << 20
-# Algorithms that cuBLASLt is asked for, best first by its own estimate. The first one is taken.
+# Algorithms that cuBLASLt is asked for, best first by its own estimate. The first one is taken; see note "Fast sums".
 ALGORITHMS = 8
+# Of note "Fast sums", as cuBLASLt numbers tiles and variants of its kernels (13.0).
+SMALL_TILES = (201, 197)
+SMALL_TILES_OPTION = 2
+# Such tiles over those that the GPU computes at once.
+FEWEST_WAVES = 16.0
 
 # cudaDataType_t
 _DTYPES = {
@@ -79,6 +91,9 @@ _SCALE_MODES: dict[Block, int] = {
 _MAX_WORKSPACE_BYTES = 1
 _MIN_ALIGNMENTS = (5, 6, 7, 8)
 """Of A, B, C and D."""
+# cublasLtMatmulAlgoConfigAttributes_t
+_TILE = 1
+_CUSTOM_OPTION = 5
 
 
 class _Algorithm(ctypes.Structure):
@@ -108,6 +123,7 @@ _SIGNATURES = {
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
     "cublasLtMatmulPreferenceDestroy": [c_void_p],
     "cublasLtMatmulAlgoGetHeuristic": [c_void_p] * 7 + [c_int, POINTER(_Found), POINTER(c_int)],
+    "cublasLtMatmulAlgoConfigGetAttribute": [c_void_p, c_int, c_void_p, c_size_t, POINTER(c_size_t)],
     # handle, desc, alpha, A, its layout, B, its layout, beta, C, its layout, D, its layout, algorithm, workspace, its
     # size, stream
     "cublasLtMatmul": [c_void_p] * 14 + [c_size_t, c_void_p],
@@ -199,7 +215,7 @@ def scaled_product(
 ) -> Tensor:
     """See reference.py. N is a multiple of 16, and M where it is added to something. Blocks: see note "Scales".
 
-    `algorithm`: of those that cuBLASLt found, for benchmarks.
+    `algorithm`: of those that cuBLASLt found, in the order in which they are taken; for benchmarks.
     """
     M, K = a_MK.shape
     is_blocked = has_short_lines(a_block) or has_short_lines(b_block)
@@ -260,9 +276,11 @@ def scaled_product(
     return out
 
 
-def algorithms(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor, *, a_block: Block, b_block: Block) -> int:
-    """How many there are for a product without fast sums, for benchmarks."""
-    return len(_plan(_shape(a_MK, b_NK, out_MN, a_block=a_block, b_block=b_block, fast=False)).found)
+def algorithms(
+    a_MK: Tensor, b_NK: Tensor, out_MN: Tensor, *, a_block: Block, b_block: Block, fast: bool = False
+) -> int:
+    """How many there are for a product, for benchmarks."""
+    return len(_plan(_shape(a_MK, b_NK, out_MN, a_block=a_block, b_block=b_block, fast=fast)).found)
 
 
 def _shape(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor, *, a_block: Block, b_block: Block, fast: bool) -> Shape:
@@ -371,7 +389,35 @@ def _plan(shape: Shape) -> Plan:
     if not runs:
         raise RuntimeError(f"cuBLASLt has no algorithm for {product}; set kernels.scaled_product=torch")
     library().cublasLtMatmulPreferenceDestroy(preference)
+    if has_small_tiles(shape, torch.cuda.get_device_capability(shape.device)):
+        runs = small_tiles_first(runs)
     return Plan(description, *layouts, runs)
+
+
+def has_small_tiles(shape: Shape, capability: tuple[int, int]) -> bool:
+    """Whether note "Fast sums" is about a product on such a GPU."""
+    return shape.fast and shape.a_block == shape.b_block == _WHOLE and capability == (9, 0)
+
+
+def small_tiles_first(found: list[_Found]) -> list[_Found]:
+    """With the first of cuBLASLt's that note "Fast sums" would take in front, where there is one."""
+    for one in found:
+        if one.waves < FEWEST_WAVES or _configured(one, _CUSTOM_OPTION) != SMALL_TILES_OPTION:
+            continue
+        if _configured(one, _TILE) in SMALL_TILES:
+            return [one, *(other for other in found if other is not one)]
+    return found
+
+
+def _configured(found: _Found, attribute: int) -> int:
+    """An attribute of an algorithm."""
+    value = c_uint32()
+    written = c_size_t()
+    status = library().cublasLtMatmulAlgoConfigGetAttribute(
+        byref(found.algorithm), attribute, byref(value), ctypes.sizeof(value), byref(written)
+    )
+    _must(status, f"the question for attribute {attribute} of an algorithm")
+    return value.value
 
 
 def describe(shape: Shape) -> tuple[c_void_p, tuple[c_void_p, c_void_p, c_void_p], c_void_p]:
