@@ -98,7 +98,7 @@ def why_not_measured(
     if precision not in ("bf16", "fp16"):
         return f"in {precision}"
     if attention.kind is None:
-        return "with chunks, capped scores, or documents that have windows or that ranks share"
+        return "with chunks, capped scores, windows inside documents, or windows or documents that ranks share"
     if attention.head_size not in {rate.head_size for rate in in_one_order}:
         return f"with heads of {attention.head_size}"
     if _against_any_order(recipe, throughput, attention) is None:

@@ -207,7 +207,7 @@ def test_what_takes_as_long_in_one_order(words, rates):
         (
             (*FLEX, "model.attention.mask={kind: window, size: 1024}"),
             "H200",
-            "attention with chunks, capped scores, or documents that have windows or that ranks share",
+            "attention with chunks, capped scores, windows inside documents, or windows or documents that ranks share",
         ),
         (("kernels.attention=sdpa", "model.d_head=192"), "H200", "attention with heads of 192"),
         (("kernels.attention=sdpa",), "H100", "attention on H100"),
