@@ -63,6 +63,9 @@ class Requirement:
     that all three are made by: only in layers where keys are hidden or scores are capped, or in all."""
     keeps_without_sinks: Literal["never", "hidden", "always"] = "never"
     """In which layers, as in `copies_values`, its output is kept as it was before sinks scaled it, too."""
+    computes_all_in_one_order: bool = False
+    """Where gradients are added in one order its own kernel takes layers that hide and cap nothing, too, which go
+    through sdpa otherwise: all layers are then as those that `hidden` is said of."""
     narrow_states: bool = True
     """Whether it can keep an optimizer's states in fewer than 32 bits."""
     fp8_recipes: tuple[str, ...] = ()
@@ -114,6 +117,7 @@ CATALOG: dict[str, Operation] = {
                 blocks=False,
                 copies_values="hidden",
                 keeps_without_sinks="hidden",
+                computes_all_in_one_order=True,
                 precisions=HALF,
             ),
             "cudnn": Requirement(

@@ -13,15 +13,15 @@ class KernelsSpec(Frozen):
     ] = "auto"
     """Core attention.
 
-    sdpa: torch's fused attention, cuDNN first on CUDA; windows, chunks and documents go through FlashAttention-2 with
-    lengths in bf16 and fp16; in fp32 they are masks, which cost what they hide. flex: torch's flex_attention, which
-    leaves out what they hide and can cap scores; layers with nothing of that go through sdpa, and so do blocks of
-    sequences that lie on several ranks. cudnn: cuDNN's kernels for documents and windows, of the package
-    nvidia-cudnn-frontend; all else as sdpa. flash_attn: FlashAttention-4, of the package flash-attn-4; flash_attn_3 and
-    flash_attn_2: the versions before it, where they are installed. te: cuDNN's through the package transformer-engine,
-    also in one order; blocks go through sdpa. reference: plain matrix products, the only one with attention dropout.
-    auto on CUDA: the fastest that was measured for the use; where nothing was, flex where a layer hides or caps
-    something, else sdpa."""
+    sdpa: torch's fused attention, cuDNN first on CUDA; windows, chunks and documents go through FlashAttention-2
+    with lengths in bf16 and fp16; in fp32 they are masks, which cost what they hide. flex: torch's flex_attention,
+    which leaves out what they hide and can cap scores; layers with nothing of that go through sdpa, but not with
+    train.deterministic=true, and so do blocks of sequences that lie on several ranks. cudnn: cuDNN's kernels for
+    documents and windows, of the package nvidia-cudnn-frontend; all else as sdpa. flash_attn: FlashAttention-4, of
+    the package flash-attn-4; flash_attn_3 and flash_attn_2: the versions before it, where they are installed. te:
+    cuDNN's through the package transformer-engine, also in one order; blocks go through sdpa. reference: plain
+    matrix products, the only one with attention dropout. auto on CUDA: the fastest that was measured for the use;
+    where nothing was, flex where a layer hides or caps something, else sdpa."""
     attention_merge: Auto[Literal["triton", "reference"]] = "auto"
     """How context-parallel ranks put attention over parts of a sequence together, and sum its gradients.
 

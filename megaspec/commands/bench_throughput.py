@@ -136,7 +136,8 @@ def _attention_rates(table: ThroughputTable) -> Iterator[str]:
     for one in table.attention_rates:
         use = one.kind if one.kind == "causal" else f"{one.kind} of {one.seen}"
         in_ms = f"{one.implementation} {one.seconds * 1e3:.2f}"
-        by_use.setdefault(f"heads of {one.head_size}, {one.tokens} tokens, {use}", []).append(in_ms)
+        order = ", sums in one order" if one.deterministic else ""
+        by_use.setdefault(f"heads of {one.head_size}, {one.tokens} tokens, {use}{order}", []).append(in_ms)
     for use, times in by_use.items():
         yield f"a layer's attention, forward and backward, {use}: {', '.join(times)} ms"
 

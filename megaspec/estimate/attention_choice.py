@@ -16,16 +16,19 @@ def attention_for(target: Target, use: Use) -> str:
 
 
 def fastest_attention(target: Target, use: Use) -> str | None:
-    """By the shipped table of such a GPU; None where it has nothing to compare."""
+    """By the shipped table of such a GPU, in the order of sums that is asked for; None where it has nothing to
+    compare."""
     if use.head_size is None:
         return None
     names = runs_on("attention", device=target.device, sm=target.sm, use=use, packages=target.versions)
     kind = kind_of(documents=use.documents, window=use.window)
-    return fastest(attention_rates(target), among=names, kind=kind, head_size=use.head_size)
+    return fastest(
+        attention_rates(target), among=names, kind=kind, head_size=use.head_size, deterministic=use.deterministic
+    )
 
 
 def attention_rates(target: Target) -> tuple[AttentionRate, ...]:
-    """Of such a GPU; none of a CPU, and of GPUs that nobody measured."""
+    """Of such a GPU, in any order of sums and in one; none of a CPU, and of GPUs that nobody measured."""
     hardware = hardware_of(target)
     if target.device != "cuda" or hardware is None:
         return ()

@@ -16,7 +16,10 @@ HEADS = 32
 """Query heads of what is measured."""
 KV_HEADS = 8
 NOISE = 1.02
-"""Times of the same kernel differ by so much: flex and cudnn go through sdpa's where nothing is hidden."""
+"""Times of the same kernel differ by so much."""
+THROUGH_SDPA = ("flex", "cudnn")
+"""Implementations that give torch's sdpa what hides nothing, where gradients are added in any order: what is measured
+of it is theirs."""
 
 
 class AttentionRate(Frozen):
@@ -31,6 +34,8 @@ class AttentionRate(Frozen):
     seen: PositiveInt
     """Keys of a window, or tokens of a document in the mean; of causal attention the row's."""
     seconds: Seconds
+    deterministic: bool = False
+    """Gradients are added in one order, as with train.deterministic=true."""
 
 
 class _Point(NamedTuple):
@@ -50,14 +55,20 @@ def kind_of(*, documents: bool, window: bool) -> AttentionKind:
 
 
 def fastest(
-    rates: Iterable[AttentionRate], *, among: Collection[str], kind: AttentionKind, head_size: int
+    rates: Iterable[AttentionRate],
+    *,
+    among: Collection[str],
+    kind: AttentionKind,
+    head_size: int,
+    deterministic: bool = False,
 ) -> str | None:
     """The implementation with the least time over all points at which every one that was measured was measured; of
-    those that differ by less than measurements do the first of `among`.
+    those that differ by less than measurements do the first of `among`. `deterministic`: in one order of sums, else in
+    any.
 
-    None: fewer than two of `among` were, at heads of this size, so that nothing is compared.
+    None: fewer than two of `among` were, at heads of this size and in this order, so that nothing is compared.
     """
-    times = _times(rates, kind=kind, head_size=head_size)
+    times = _times(rates, kind=kind, head_size=head_size, deterministic=deterministic)
     times = {name: points for name, points in times.items() if name in among}
     if len(times) < 2:
         return None
@@ -69,10 +80,13 @@ def fastest(
     return next(name for name in among if totals.get(name, inf) <= most)
 
 
-def faster_ones(rates: Iterable[AttentionRate], than: str, *, kind: AttentionKind, head_size: int) -> dict[str, float]:
+def faster_ones(
+    rates: Iterable[AttentionRate], than: str, *, kind: AttentionKind, head_size: int, deterministic: bool = False
+) -> dict[str, float]:
     """Implementations that were measured to take less than another by more than measurements differ, the fastest
-    first, with the share of its time that they take; over the points at which both were measured."""
-    times = _times(rates, kind=kind, head_size=head_size)
+    first, with the share of its time that they take; over the points at which both were measured in this order of
+    sums."""
+    times = _times(rates, kind=kind, head_size=head_size, deterministic=deterministic)
     own = times.pop(than, {})
     shares = {}
     for name, points in times.items():
@@ -87,11 +101,13 @@ def faster_ones(rates: Iterable[AttentionRate], than: str, *, kind: AttentionKin
     return dict(sorted(shares.items(), key=itemgetter(1)))
 
 
-def _times(rates: Iterable[AttentionRate], *, kind: AttentionKind, head_size: int) -> dict[str, dict[_Point, float]]:
+def _times(
+    rates: Iterable[AttentionRate], *, kind: AttentionKind, head_size: int, deterministic: bool
+) -> dict[str, dict[_Point, float]]:
     """Seconds by implementation and point."""
     times: dict[str, dict[_Point, float]] = {}
     for rate in rates:
-        if rate.kind == kind and rate.head_size == head_size:
+        if (rate.kind, rate.head_size, rate.deterministic) == (kind, head_size, deterministic):
             points = times.setdefault(rate.implementation, {})
             points[_Point(rate.tokens, rate.seen)] = rate.seconds
     return times
@@ -101,8 +117,8 @@ def against_causal(
     rates: Iterable[AttentionRate], implementation: str, *, head_size: int, seq_len: int, window: int | None
 ) -> float | None:
     """How many times as long as sdpa's causal attention of sequences of `seq_len` an implementation takes, in a window
-    or without; None: it was not measured at heads of this size."""
-    of_size = [one for one in rates if one.head_size == head_size]
+    or without, in any order of sums; None: it was not measured at heads of this size."""
+    of_size = [one for one in rates if one.head_size == head_size and not one.deterministic]
     plain = next((one for one in of_size if (one.implementation, one.kind) == ("sdpa", "causal")), None)
     own = [one for one in of_size if one.implementation == implementation]
     if plain is None:
@@ -117,7 +133,24 @@ def against_causal(
     return _between(points, window) / plain.seconds * plain.tokens / seq_len
 
 
-def _between(points: list[tuple[int, float]], seen: int) -> float:
+def against_any_order(
+    rates: Iterable[AttentionRate], implementation: str, *, kind: AttentionKind, head_size: int, seen: float
+) -> float | None:
+    """How many times as long as in any order of sums an implementation takes in one, both passes together: the same
+    kernel, but for sdpa and flex, which hide nothing through another one. None: it was not measured in both at heads of
+    this size."""
+    rates = tuple(rates)
+    seconds = {}
+    for deterministic in (False, True):
+        times = _times(rates, kind=kind, head_size=head_size, deterministic=deterministic)
+        points = sorted((point.seen, taken) for point, taken in times.get(implementation, {}).items())
+        if not points:
+            return None
+        seconds[deterministic] = _between(points, seen)
+    return seconds[True] / seconds[False]
+
+
+def _between(points: list[tuple[int, float]], seen: float) -> float:
     """Seconds, linear in the logarithms; below the first point that of the first, above the last in proportion."""
     first, last = points[0], points[-1]
     if seen <= first[0]:

@@ -193,20 +193,24 @@ def _copies_values(recipe: Recipe) -> Literal["never", "hidden", "always"]:
     """See Execution. Ranks of a sequence put keys and values, or heads, into a tensor that they send."""
     if recipe.parallelism.cp > 1:
         return "always"
-    return _with_documents(recipe, _attention(recipe).copies_values)
+    return _in_layers(recipe, _attention(recipe).copies_values)
 
 
 def _attention(recipe: Recipe) -> Requirement:
     return CATALOG["attention"].implementations[recipe.kernels.attention]
 
 
-def _with_documents(
-    recipe: Recipe, layers: Literal["never", "hidden", "always"]
-) -> Literal["never", "hidden", "always"]:
-    """Documents hide keys in all layers."""
-    if layers == "hidden" and recipe.data.document_mask:
+def _in_layers(recipe: Recipe, layers: Literal["never", "hidden", "always"]) -> Literal["never", "hidden", "always"]:
+    """Documents hide keys in all layers; what computes all of them itself keeps of all what it keeps of those."""
+    if layers == "hidden" and (recipe.data.document_mask or takes_all_layers(recipe)):
         return "always"
     return layers
+
+
+def takes_all_layers(recipe: Recipe) -> bool:
+    """Whether a filled recipe's attention computes itself, too, what hides and caps nothing and goes through sdpa in
+    any order."""
+    return recipe.train.deterministic and _attention(recipe).computes_all_in_one_order
 
 
 def layer_run(recipe: Recipe) -> LayerRun:
@@ -221,7 +225,7 @@ def layer_run(recipe: Recipe) -> LayerRun:
             recomputed=recomputed_parts(parallelism.recompute),
             fused=fused_operations(recipe),
             copies_values=_copies_values(recipe),
-            keeps_without_sinks=_with_documents(recipe, _attention(recipe).keeps_without_sinks),
+            keeps_without_sinks=_in_layers(recipe, _attention(recipe).keeps_without_sinks),
             swaps_heads=context_split(parallelism.context, parallelism.cp).heads > 1,
             seq_len=recipe.data.seq_len,
         ),

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from megaspec.estimate.attention_rates import against_causal
 from megaspec.estimate.communication import end_collectives, layer_collectives
 from megaspec.estimate.hardware import Hardware
-from megaspec.estimate.layer_run import layer_run
+from megaspec.estimate.layer_run import layer_run, takes_all_layers
 from megaspec.estimate.one_order import one_order_cost
 from megaspec.estimate.parameters import rank_parameters
 from megaspec.estimate.tables import tables_in_place
@@ -345,21 +345,24 @@ class LayerTimes:
 
         # what was measured of all at once holds the noise of one long run: never more than twice the half
         measured = self._pairs(one) * one.share * min(seconds(one.tokens), 2 * seconds(one.tokens / 2))
-        measured *= self._one_order(one, direction)
         if self.hardware.throttles:
             return ATTENTION_HOT * measured
         return measured
 
-    def _one_order(self, one: AttentionWork, direction: Literal["forward", "backward"]) -> float:
-        """How many times as long it takes where gradients are added in one order; 1 where nobody measured it."""
-        if not self.recipe.train.deterministic:
-            return 1.0
-        cost = one_order_cost(self.recipe, self.hardware, one)
-        if cost is None:
-            return 1.0
-        return getattr(cost, direction)
-
     def _pairs(self, one: AttentionWork) -> float:
+        """Pairs of causal attention that take as long, in the order of sums that the recipe asks for; where nobody
+        measured that, as in any order."""
+        if not self.recipe.train.deterministic:
+            return self._pairs_in_any_order(one)
+        cost = one_order_cost(self.recipe, self.hardware, self.throughput, one)
+        if cost is not None:
+            return cost.in_step * self._pairs_in_any_order(one)
+        if takes_all_layers(self.recipe) and not one.hides_keys:
+            # the table's figure in any order is another kernel's, which it goes through there
+            return one.pairs
+        return self._pairs_in_any_order(one)
+
+    def _pairs_in_any_order(self, one: AttentionWork) -> float:
         """By the table's own figures of the implementation where it has them, else as work.py reckons."""
         if not one.is_plain or precision_outside_fp8(self.recipe) not in ("bf16", "fp16"):
             return one.pairs

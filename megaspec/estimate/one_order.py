@@ -1,57 +1,82 @@
 """What attention takes longer where gradients are added in one order, train.deterministic=true. Torch-free.
 
-sdpa takes cuDNN on Hopper, which has no backward pass that adds in one order; with train.deterministic=true it takes
-FlashAttention-2, forward and backward. Only steps were measured, with and without: what they take longer, but for the
-forward pass, is set down to the backward pass. With documents cuDNN is refused, and steps with FlashAttention-4 and
-flex, which adds in one order without being asked, take no longer.
+By the GPU's table, which has what every implementation takes in any order and in one (megaspec bench throughput). sdpa
+takes cuDNN on Hopper, which has no backward pass that adds in one order, and FlashAttention-2 in its place, forward and
+backward; flex computes itself what hides nothing; the others run the same kernels in both. Rates are of both passes
+together, so both, and a forward pass that is computed again, take as many times as long.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megaspec.estimate.attention_rates import against_any_order
 from megaspec.estimate.hardware import Hardware
+from megaspec.estimate.layer_run import takes_all_layers
+from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.estimate.trained import facts_of
-from megaspec.estimate.work import FLASH_FORWARD_COST, AttentionWork, layer_parts, precision_outside_fp8
+from megaspec.estimate.work import AttentionWork, layer_parts, precision_outside_fp8
 from megaspec.recipe import Recipe
 
-MEASURED_ON = "one H200"
-_MEASURED_SM = 90
-# Those that give torch's sdpa what hides no keys.
-_THROUGH_SDPA = ("sdpa", "flex")
-# Seconds of FlashAttention-2's backward pass in one order over cuDNN's in any, by size of heads: Llama-3.2-1B, and
-# Llama-3-8B at half depth (tests/benchmarks/results/one_order_one_h200.jsonl), steps of 355.0 ms over 288.2 and of
-# 1,886.3 over 1,554.8.
-_BACKWARD_COST = {64: 1.81, 128: 2.45}
-# With documents, at heads of 128: the same 8B with documents of 1,024 tokens, steps of 1,361.7 ms over 1,359.8 and of
-# 1,401.1 over 1,401.2.
-_DOCUMENTS_HEAD_SIZE = 128
-_AS_FAST_WITH_DOCUMENTS = ("flash_attn", "flex")
+# Of what attention takes longer, measured alone, the share that shows in a step of a GPU whose power is limited: a
+# slower kernel draws less, and the rest of the step runs at a higher clock. Set on steps of 8B at half depth on one
+# H200, 1,518 ms in any order, 1,845 through sdpa in one and 1,609 through flex.
+SHOWN = 0.6
+_CUDNN_SM = 90
+"""From here on sdpa takes cuDNN in any order."""
 
 
 class OneOrderCost(NamedTuple):
-    """Seconds in one order over those in any, of each pass."""
+    """Seconds in one order over those in any, of both passes together."""
 
-    forward: float
-    backward: float
+    measured: float
+    """Of attention alone."""
+    in_step: float
+    """What of that shows in a step."""
     kernels: str
     """What computes in one order."""
     compared: str
     """Whose seconds in any order they are divided by."""
 
 
-def one_order_cost(recipe: Recipe, hardware: Hardware, attention: AttentionWork) -> OneOrderCost | None:
+def one_order_cost(
+    recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput, attention: AttentionWork
+) -> OneOrderCost | None:
     """Of a filled recipe's attention; None: it was not measured, see why_not_measured."""
-    if why_not_measured(recipe, hardware, attention) is not None:
+    if why_not_measured(recipe, hardware, throughput, attention) is not None:
         return None
-    if attention.hides_keys:
-        name = recipe.kernels.attention
-        return OneOrderCost(1.0, 1.0, name, "in any order")
-    smallest = min(_BACKWARD_COST)
-    largest = max(_BACKWARD_COST)
-    # linear between the two sizes
-    share = (max(attention.head_size, smallest) - smallest) / (largest - smallest)
-    backward = (1 - share) * _BACKWARD_COST[smallest] + share * _BACKWARD_COST[largest]
-    return OneOrderCost(FLASH_FORWARD_COST, backward, "FlashAttention-2", "cuDNN")
+    name = recipe.kernels.attention
+    measured = _against_any_order(recipe, throughput, attention)
+    assert measured is not None, f"no rates of {name} in one order, and no reason for it"
+    in_step = measured
+    if measured > 1 and hardware.throttles:
+        in_step = 1 + SHOWN * (measured - 1)
+    kernels, compared = _kernels(recipe, hardware, attention)
+    return OneOrderCost(measured, in_step, kernels, compared)
+
+
+def _kernels(recipe: Recipe, hardware: Hardware, attention: AttentionWork) -> tuple[str, str]:
+    """What computes in one order, and what in any: in words."""
+    name = recipe.kernels.attention
+    if attention.hides_keys or hardware.sm < _CUDNN_SM:
+        return name, "in any order"
+    if name == "sdpa":
+        return "FlashAttention-2", "cuDNN"
+    if takes_all_layers(recipe):
+        return f"{name}'s own kernel", "cuDNN"
+    return name, "in any order"
+
+
+def _against_any_order(recipe: Recipe, throughput: MeasuredThroughput, attention: AttentionWork) -> float | None:
+    kind = attention.kind
+    if kind is None:
+        return None
+    return against_any_order(
+        throughput.attention_rates,
+        recipe.kernels.attention,
+        kind=kind,
+        head_size=attention.head_size,
+        seen=attention.seen,
+    )
 
 
 def attention_kinds(recipe: Recipe) -> Iterator[AttentionWork]:
@@ -62,24 +87,21 @@ def attention_kinds(recipe: Recipe) -> Iterator[AttentionWork]:
                 yield part.attention
 
 
-def why_not_measured(recipe: Recipe, hardware: Hardware, attention: AttentionWork) -> str | None:
+def why_not_measured(
+    recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput, attention: AttentionWork
+) -> str | None:
     """Where a filled recipe's attention was not measured in one order, `with heads of 192`; None: it was."""
-    if hardware.sm != _MEASURED_SM:
+    in_one_order = [rate for rate in throughput.attention_rates if rate.deterministic]
+    if not in_one_order:
         return f"on {hardware.name}"
     precision = precision_outside_fp8(recipe)
     if precision not in ("bf16", "fp16"):
         return f"in {precision}"
-    name = recipe.kernels.attention
-    if attention.hides_keys:
-        if not attention.hides_by_documents:
-            return "with windows, chunks, capped scores or documents that ranks share"
-        if name not in _AS_FAST_WITH_DOCUMENTS:
-            return f"with documents and kernels.attention={name}"
-        if attention.head_size != _DOCUMENTS_HEAD_SIZE:
-            return f"with documents and heads of {attention.head_size}"
-        return None
-    if name not in _THROUGH_SDPA:
-        return f"with kernels.attention={name}"
-    if attention.head_size > max(_BACKWARD_COST):
+    if attention.kind is None:
+        return "with chunks, capped scores, windows inside documents, or windows or documents that ranks share"
+    if attention.head_size not in {rate.head_size for rate in in_one_order}:
         return f"with heads of {attention.head_size}"
+    if _against_any_order(recipe, throughput, attention) is None:
+        beside = {"causal": "", "window": "windows and ", "documents": "documents and "}[attention.kind]
+        return f"with {beside}kernels.attention={recipe.kernels.attention}"
     return None

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from megaspec.core.document_lengths import Lengths, twice_the_pairs_in_a_row
 from megaspec.core.part_facts import AttentionProducts, Linear, Moved, PartFacts
-from megaspec.estimate.layer_run import LayerRun, context_split, layer_run
+from megaspec.estimate.attention_rates import AttentionKind
+from megaspec.estimate.layer_run import LayerRun, context_split, layer_run, takes_all_layers
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.tables import tables_in_place
 from megaspec.estimate.trained import facts_of
@@ -40,7 +41,6 @@ TURNING = 2.6
 MASK_COST = 3.25
 FLEX_COST = 1.49
 FLASH_COST = 1.83
-FLASH_FORWARD_COST = 629 / 320
 # Implementations of packages, which leave out what documents and windows hide.
 OWN_LENGTHS = ("cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "te")
 # Bytes that the cast to fp8 moves of a number in bf16, by recipe, in both layouts. delayed: one kernel reads it once
@@ -185,6 +185,20 @@ class AttentionWork:
     """Documents, a window or a chunk hide keys, or scores are capped."""
     hides_by_documents: bool = False
     """Documents alone, of whole sequences, and nothing is capped."""
+
+    @property
+    def kind(self) -> AttentionKind | None:
+        """What implementations were measured at that this is; None: nothing of what they were."""
+        if self.hides_by_documents:
+            return "documents"
+        if not self.hides_keys:
+            return "causal"
+        return "window" if self.is_plain else None
+
+    @property
+    def seen(self) -> float:
+        """Keys of a window, or tokens of a document, as rates are measured by; else of the sequence."""
+        return self.window or self.document_length or self.seq_len
 
 
 @dataclass
@@ -455,7 +469,8 @@ def _computed_pairs(recipe: Recipe, attention: AttentionProducts, *, whole_seque
     if recipe.kernels.attention in OWN_LENGTHS:
         # at the rate of cuDNN's causal attention
         return seen_pairs(recipe, attention) / seq_len**2
-    if recipe.kernels.attention == "flex" and (hides_keys or attention.caps_scores or recipe.data.document_mask):
+    by_own_kernel = hides_keys or attention.caps_scores or recipe.data.document_mask or takes_all_layers(recipe)
+    if recipe.kernels.attention == "flex" and by_own_kernel:
         return FLEX_COST * seen_pairs(recipe, attention) / seq_len**2
     if recipe.kernels.attention == "sdpa" and (hides_keys or recipe.data.document_mask):
         if recipe.precision.kind == "fp32":

@@ -7,9 +7,11 @@ from math import inf
 from megaspec.core.frozen import Frozen
 from megaspec.core.problems import show
 from megaspec.core.units import bytes_in_words, seconds_in_words
+from megaspec.estimate.attention_rates import NOISE
 from megaspec.estimate.hardware import Hardware
+from megaspec.estimate.layer_run import takes_all_layers
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
-from megaspec.estimate.one_order import MEASURED_ON, OneOrderCost, attention_kinds, one_order_cost, why_not_measured
+from megaspec.estimate.one_order import OneOrderCost, attention_kinds, one_order_cost, why_not_measured
 from megaspec.estimate.step_time import exposed_collectives, step_time
 from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.estimate.topology import topology_of
@@ -101,11 +103,14 @@ def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughpu
     costs = []
     not_measured = []
     for attention in attention_kinds(spec):
-        cost = one_order_cost(spec, hardware, attention)
+        cost = one_order_cost(spec, hardware, throughput, attention)
         if cost is not None:
             costs.append(_in_words(cost))
-        else:
-            not_measured.append(f"attention {why_not_measured(spec, hardware, attention)}")
+            continue
+        which = f"attention {why_not_measured(spec, hardware, throughput, attention)}"
+        if takes_all_layers(spec) and not attention.hides_keys:
+            which += f", through {spec.kernels.attention}'s own kernel"
+        not_measured.append(which)
     if spec.model.moe is not None:
         not_measured.append("experts")
     told = []
@@ -113,7 +118,7 @@ def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughpu
         train = spec.train.model_copy(update={"deterministic": False})
         in_any_order = step_time(spec.model_copy(update={"train": train}), hardware, throughput).seconds
         told.append(
-            f"{_each_once(costs)} (measured on {MEASURED_ON}),"
+            f"{_each_once(costs)} (measured on {throughput.table.hardware}),"
             f" {seconds_in_words(seconds)} a step for {seconds_in_words(in_any_order)} without it"
         )
     if not_measured:
@@ -124,9 +129,9 @@ def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughpu
 
 def _in_words(cost: OneOrderCost) -> str:
     longer = "as long"
-    if (cost.forward, cost.backward) != (1.0, 1.0):
-        longer = f"{cost.forward:.1f} times as long forward and {cost.backward:.1f} times backward"
-    return f"{cost.kernels} is reckoned to take {longer} as {cost.compared}"
+    if not 1 / NOISE <= cost.measured <= NOISE:
+        longer = f"{cost.measured:.2f} times as long"
+    return f"attention through {cost.kernels} takes {longer} as {cost.compared}"
 
 
 def _each_once(texts: list[str]) -> str:

@@ -547,7 +547,7 @@ def _fastest_measured(target: Target, use: Use) -> str:
     if use.score_cap:
         reason += " without a cap of scores"
     if use.deterministic:
-        reason += " with sums in any order"
+        reason += " with sums in one order"
     return reason
 
 
@@ -571,21 +571,26 @@ def _not_measured(target: Target, use: Use) -> str:
     if use.score_cap:
         return "; not measured with capped scores"
     can_be_measured = hardware_of(target) is not None and use.head_size in HEAD_SIZES and use.precision in HALF
-    if can_be_measured and use.blocks and attention_rates(target):
+    rates = [rate for rate in attention_rates(target) if rate.deterministic == use.deterministic]
+    if can_be_measured and use.blocks and rates:
         return f"; only whole sequences were measured on {target.gpu}"
-    if can_be_measured and not attention_rates(target):
-        return f"; not measured on {target.gpu}: megaspec bench throughput measures it"
+    if can_be_measured and not rates:
+        order = " with sums in one order" if use.deterministic else ""
+        return f"; not measured on {target.gpu}{order}: megaspec bench throughput measures it"
     return f"; not measured on {target.gpu} for heads of {use.head_size} in {use.precision}"
 
 
 def _faster_but_left_out(best: str, target: Target, use: Use) -> str:
-    """What was measured to be faster than what is taken, and why it is not taken; "" where nothing was.
-    With capped scores nothing was measured."""
+    """What was measured to be faster than what is taken, in the order of sums that is asked for, and why it is not
+    taken; "" where nothing was. With capped scores nothing was measured."""
     if use.head_size is None or use.score_cap:
         return ""
     kind = kind_of(documents=use.documents, window=use.window)
+    shares = faster_ones(
+        attention_rates(target), best, kind=kind, head_size=use.head_size, deterministic=use.deterministic
+    )
     left_out = []
-    for name, share in faster_ones(attention_rates(target), best, kind=kind, head_size=use.head_size).items():
+    for name, share in shares.items():
         left_out.append(f"{name} takes {1 - share:.0%} less, {_why_not(name, target, use)}")
     if not left_out:
         return ""

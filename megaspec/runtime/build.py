@@ -511,6 +511,7 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
     seq_len = spec.data.seq_len
     attentions = [kind.attention for kind in model.facts.kinds if kind.attention is not None]
     heads = whole_sequence_heads(model.n_heads, model.n_kv_heads, parallelism=spec.parallelism)
+    takes_all = spec.train.deterministic and CATALOG["attention"].implementations[name].computes_all_in_one_order
     in_blocks = []
     whole = []
     for one in attentions:
@@ -518,10 +519,11 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
         if name.startswith("flash_attn") or (name == "cudnn" and is_hidden and heads is not None):
             # its own kernels take it, the catalog says which heads
             continue
-        # sinks go around blocks, of whole sequences too; what hides nothing goes through sdpa from the others, too
+        # sinks go around blocks, of whole sequences too; what hides nothing goes through sdpa from the others, too, but
+        # from those that take it themselves in one order
         goes_in_blocks = heads is None or one.has_sinks or (name == "sdpa" and is_hidden)
         in_blocks.append(goes_in_blocks)
-        whole.append(not goes_in_blocks and not is_hidden)
+        whole.append(not goes_in_blocks and not is_hidden and not takes_all)
     asked = f"heads of {model.d_head} in {model_format(spec.precision)}"
     if any(in_blocks) and sdpa_block.is_refused(d_head=model.d_head, dtype=dtype):
         raise _no_fused_attention(name, asked)

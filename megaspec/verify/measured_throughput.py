@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import cycle, pairwise, product
 from math import ceil
@@ -14,7 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.data.batch import Batch
-from megaspec.estimate.attention_rates import HEAD_SIZES, HEADS, KV_HEADS, AttentionKind, AttentionRate
+from megaspec.estimate.attention_rates import (
+    HEAD_SIZES,
+    HEADS,
+    KV_HEADS,
+    THROUGH_SDPA,
+    AttentionKind,
+    AttentionRate,
+)
 from megaspec.estimate.curves import Curve, never_faster
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.target import Target
@@ -28,7 +36,7 @@ from megaspec.runtime.build import DTYPES, build, initialise
 from megaspec.runtime.step import train_step
 from megaspec_kernels.attention.bench import packed_documents
 from megaspec_kernels.attention.sdpa import attention
-from megaspec_kernels.catalog import Use, runs_on
+from megaspec_kernels.catalog import Use, runs_on, unmet
 from megaspec_kernels.product import add_product_
 from megaspec_kernels.registry import REGISTRY, AttentionKernel
 
@@ -54,6 +62,9 @@ SEEN: dict[AttentionKind, tuple[int, ...]] = {
     "window": (128, 1024),
     "documents": (256, 1024, 4096),
 }
+# Seconds that products run before what is timed, and what the host may take for a call over what it took for one.
+AHEAD = 0.01
+QUEUED_LATER = 1.25
 # Bytes that element-wise work reads and writes.
 MOVED = tuple(2**p for p in range(18, 33, 2))
 # Bytes of a collective.
@@ -64,7 +75,8 @@ class Stopwatch:
     """Times work on a GPU that is as busy and as hot as in a training step.
 
     Products run before what is timed and after it: they hold the clocks where heavy work holds them, and while they
-    run the host queues what is timed, so that none of it waits for the host.
+    run the host queues what is timed, so that none of it waits for the host. Where that takes the host longer than the
+    products run, as it does for work of many small kernels, the GPU waits behind them for the rest.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16):
@@ -73,7 +85,8 @@ class Stopwatch:
         self._c = torch.empty_like(self._a)
         # products that run before what is timed: one to find out how many make 10 ms
         self._ahead = 1
-        self._ahead = max(1, ceil(0.01 / self.seconds(self._product, calls=5)))
+        self._cycles = _cycles_per_second()
+        self._ahead = max(1, ceil(AHEAD / self.seconds(self._product, calls=5)))
 
     def _product(self) -> None:
         torch.mm(self._a, self._b, out=self._c)
@@ -82,18 +95,33 @@ class Stopwatch:
         for _ in range(self._ahead):
             self._product()
 
+    def _wait(self, seconds: float) -> None:
+        """Keeps the GPU waiting, not the host."""
+        if seconds > 0:
+            torch.cuda._sleep(ceil(seconds * self._cycles))
+
     def seconds(self, work: Callable[[], object], *, calls: int | None = None) -> float:
-        """The median of three runs of `calls` calls each, for one call; None: as many as take about 2 ms."""
+        """The median of three runs of `calls` calls each, for one call; None: as many as take about 2 ms.
+
+        The median for all that is measured: no run waits for a host that is as fast as it was before, and one that
+        something else delayed, or that a collective spent waiting for a rank whose GPU waited longer, is left out. What
+        a plan adds up is what work takes as a rule, not at best, which the minimum would be; and its constants were set
+        on tables of medians.
+        """
         events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        # the first call may compile; the second one is as those that are timed
         work()
         events[0].record()
+        started = perf_counter()
         work()
+        queued = perf_counter() - started
         events[1].record()
         events[1].synchronize()
         if calls is None:
             # events count milliseconds
             calls = max(2, min(20, int(2.0 / events[0].elapsed_time(events[1]))))
         self._keep_busy()
+        self._wait(QUEUED_LATER * 3 * calls * queued - AHEAD)
         events[0].record()
         for event in events[1:]:
             for _ in range(calls):
@@ -105,12 +133,26 @@ class Stopwatch:
         return max(1e-9, median(runs) / calls / 1e3)
 
 
+def _cycles_per_second() -> float:
+    """Of the clock that torch.cuda._sleep counts."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    cycles = 20_000_000
+    # the first one loads the kernel
+    torch.cuda._sleep(1)
+    events[0].record()
+    torch.cuda._sleep(cycles)
+    events[1].record()
+    events[1].synchronize()
+    # events count milliseconds
+    return cycles / (events[0].elapsed_time(events[1]) / 1e3)
+
+
 def measure(
     hardware: Hardware, *, device: torch.device, target: Target, tell: Callable[[str], None]
 ) -> ThroughputTable:
     """The table of this GPU, and of the links of the world's GPUs where there are several; every rank calls it.
 
-    `tell` hears what is measured next. About two minutes; more where FlashAttention-4 is installed, which compiles.
+    `tell` hears what is measured next. About three minutes; more where FlashAttention-4 is installed, which compiles.
     """
     products = {}
     for name in ("bf16", "fp8", "fp32", "fp64"):
@@ -270,10 +312,12 @@ def measure_attention_rates(
     tell: Callable[[str], None],
     seconds: float | None = None,
 ) -> Iterator[AttentionRate]:
-    """Forward and backward pass through every implementation that runs here, but for the reference. One that fails
-    somewhere has no figure there, which `tell` hears. `seconds`: once so many have gone, no further implementation
-    begins; None: all do."""
+    """Forward and backward pass through every implementation that runs here, but for the reference: in any order of
+    sums, and where the catalog says that it can in one order, too. One that fails somewhere has no figure there, which
+    `tell` hears. `seconds`: once so many have gone, no further implementation begins; None: all do."""
     started = perf_counter()
+    # what implementations that go through it take where nothing is hidden
+    of_sdpa: list[AttentionRate] = []
     for name in _implementations(target):
         if seconds is not None and perf_counter() - started > seconds:
             tell(f"no attention through {name}: {seconds:g} s are over")
@@ -283,9 +327,20 @@ def measure_attention_rates(
             use = Use(head_size=head_size, precision="bf16")
             if name not in runs_on("attention", device="cuda", sm=target.sm, use=use, packages=target.versions):
                 continue
-            # flex compiles for each use, and torch compiles a function eight times at most
-            torch.compiler.reset()
-            yield from _rates_of(name, head_size, watch, device, tell)
+            for deterministic in (False, True):
+                # flex compiles for each use, and torch compiles a function eight times at most
+                torch.compiler.reset()
+                points = _points_of(name, head_size, target, deterministic=deterministic)
+                if not deterministic and name in THROUGH_SDPA:
+                    # two times of one kernel would differ by noise
+                    points = [point for point in points if point[0] != "causal"]
+                    for rate in of_sdpa:
+                        if rate.head_size == head_size:
+                            yield rate.model_copy(update={"implementation": name})
+                for rate in _rates_of(name, head_size, points, watch, device, tell, deterministic=deterministic):
+                    if (rate.implementation, rate.kind, deterministic) == ("sdpa", "causal", False):
+                        of_sdpa.append(rate)
+                    yield rate
 
 
 def _implementations(target: Target) -> list[str]:
@@ -298,32 +353,59 @@ def _implementations(target: Target) -> list[str]:
     return sorted(names, key=lambda name: name == "flex")
 
 
+def _points_of(name: str, head_size: int, target: Target, *, deterministic: bool) -> list[tuple[AttentionKind, int]]:
+    """What an implementation is measured at: kinds, and what queries see. In one order what the catalog says that it
+    can add so."""
+    points = []
+    for kind, several in SEEN.items():
+        use = Use(
+            head_size=head_size,
+            precision="bf16",
+            documents=kind == "documents",
+            window=kind == "window",
+            deterministic=deterministic,
+        )
+        if unmet("attention", name, device="cuda", sm=target.sm, use=use, packages=target.versions) is None:
+            points += [(kind, seen) for seen in several]
+    return points
+
+
 def _rates_of(
-    name: str, head_size: int, watch: Stopwatch, device: torch.device, tell: Callable[[str], None]
+    name: str,
+    head_size: int,
+    points: Iterable[tuple[AttentionKind, int]],
+    watch: Stopwatch,
+    device: torch.device,
+    tell: Callable[[str], None],
+    *,
+    deterministic: bool,
 ) -> Iterator[AttentionRate]:
     """Of one implementation, at all that queries see."""
     inputs = [_heads(1, RATE_TOKENS, heads, head_size, device) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     grad = torch.randn_like(inputs[0])
-    for kind, points in SEEN.items():
-        for seen in points:
-            work = partial(_attend, REGISTRY["attention"][name], inputs, grad, _options(kind, seen, device))
-            try:
-                taken = watch.seconds(work)
-            except RuntimeError as error:
-                reason = str(error).partition("\n")[0]
-                if device.type == "cuda":
-                    # what has broken the GPU is no lack of the implementation: it comes up again here
-                    torch.cuda.synchronize(device)
-                tell(f"no figure of {name}, heads of {head_size}, {kind} of {seen}: {reason}")
-                continue
-            yield AttentionRate(
-                implementation=name,
-                kind=kind,
-                head_size=head_size,
-                tokens=RATE_TOKENS,
-                seen=seen,
-                seconds=_rounded(taken),
-            )
+    kernel = REGISTRY["attention"][name]
+    for kind, seen in points:
+        options = _options(kind, seen, device)
+        work = partial(_attend, kernel, inputs, grad, options, deterministic=deterministic)
+        try:
+            taken = watch.seconds(work)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            if device.type == "cuda":
+                # what has broken the GPU is no lack of the implementation: it comes up again here
+                torch.cuda.synchronize(device)
+            order = ", in one order" if deterministic else ""
+            tell(f"no figure of {name}, heads of {head_size}, {kind} of {seen}{order}: {reason}")
+            continue
+        yield AttentionRate(
+            implementation=name,
+            kind=kind,
+            head_size=head_size,
+            tokens=RATE_TOKENS,
+            seen=seen,
+            seconds=_rounded(taken),
+            deterministic=deterministic,
+        )
 
 
 def _options(kind: AttentionKind, seen: int, device: torch.device) -> dict[str, Any]:
@@ -334,8 +416,28 @@ def _options(kind: AttentionKind, seen: int, device: torch.device) -> dict[str, 
     return {}
 
 
-def _attend(kernel: AttentionKernel, inputs: list[Tensor], grad: Tensor, options: dict[str, Any]) -> None:
-    torch.autograd.grad(kernel.attend(*inputs, **options), inputs, grad)
+def _attend(
+    kernel: AttentionKernel, inputs: list[Tensor], grad: Tensor, options: dict[str, Any], *, deterministic: bool
+) -> None:
+    # around each call, and not around the stopwatch: its products have to be cuBLAS's as ever
+    with _order_of_sums(deterministic=deterministic):
+        torch.autograd.grad(kernel.attend(*inputs, **options), inputs, grad)
+
+
+@contextmanager
+def _order_of_sums(*, deterministic: bool) -> Iterator[None]:
+    """Sums in one order, as train.deterministic=true asks for it (`_set_determinism` in runtime/build.py), or in any;
+    behind it as before."""
+    was_asked_for = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_asked_for, warn_only=only_warned)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def _heads(sequences: int, length: int, heads: int, head_size: int, device: torch.device) -> Tensor:

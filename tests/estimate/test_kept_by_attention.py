@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from megaspec.estimate.activations import kept_tensors
 from megaspec.estimate.layer_run import layer_run
@@ -121,12 +121,21 @@ def test_what_hides_nothing(attention: str, is_kept: bool, monkeypatch: pytest.M
     assert saved_by(recipe, lambda layer: layer) == pytest.approx(sum(found.values()), rel=0.01)
 
 
+@pytest.fixture
+def exact() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 class KeepsAsFlex(torch.autograd.Function):
     """flex_attention that keeps what torch's does: what it was given, its output and the log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         out, aux = flex_by_blocks.flex_attention(q, k, v, **options)
+        # torch's lies as its queries do
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, aux.lse)
         ctx.options = options
         return out, aux.lse
@@ -139,12 +148,35 @@ class KeepsAsFlex(torch.autograd.Function):
         return *torch.autograd.grad((out, aux.lse), leaves, (grad_out, grad_lse)), None
 
 
-def test_flex_keeps_its_output_without_the_sinks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, AuxOutput]:
-        out, lse = KeepsAsFlex.apply(q, k, v, options)
+        # torch's keeps the log-sum-exp whether it is asked for or not
+        out, lse = KeepsAsFlex.apply(q, k, v, options | {"return_aux": AuxRequest(lse=True)})
         return out, AuxOutput(lse=lse)
 
     monkeypatch.setattr(flex, "flex_attention", attend)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_flex_in_one_order_keeps_of_all_layers_what_it_keeps_of_those_that_hide(
+    sinks: bool, flex_on_cpu: None, exact: None
+) -> None:
+    changes = {"model.attention.kind": "gqa", "model.attention.sinks": sinks}
+    deterministic = {"train.deterministic": True}
+    recipe = recipe_of("flex", documents=False, **changes, **deterministic)
+    found = counted(recipe)
+    assert "qkv" not in found
+    assert found == counted(recipe_of("flex", documents=True, **changes, **deterministic))
+    assert ("o.without_sinks" in found) == sinks
+    assert saved_by(recipe, lambda layer: layer) == pytest.approx(sum(found.values()), rel=0.01)
+    # in any order, and through others in one, they are views of the product
+    for other in (recipe_of("flex", documents=False, **changes), recipe_of("sdpa", documents=False, **deterministic)):
+        assert "qkv" in counted(other)
+        assert "o.without_sinks" not in counted(other)
+
+
+def test_flex_keeps_its_output_without_the_sinks_too(flex_on_cpu: None) -> None:
     sinks = {"model.attention.kind": "gqa", "model.attention.sinks": True}
     recipe = recipe_of("flex", documents=True, **sinks)
     found = counted(recipe)

@@ -6,11 +6,13 @@ from statistics import mean
 
 import pytest
 
+from megaspec.estimate.attention_rates import AttentionRate
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.layer_time import collective_seconds
+from megaspec.estimate.one_order import SHOWN
 from megaspec.estimate.step_kinds import rank_work
 from megaspec.estimate.step_time import exposed_collectives, step_time
-from megaspec.estimate.throughput import throughput_of
+from megaspec.estimate.throughput import MeasuredThroughput, throughput_of
 from megaspec.estimate.trained import facts_of
 from megaspec.estimate.work import fp8_bytes, layer_parts
 from tests.benchmarks import tables
@@ -57,6 +59,7 @@ def test_steps_that_were_measured(file):
     ],
 )
 def test_steps_take_as_much_longer_in_one_order_as_they_did(model, attention, documents):
+    """By rates of attention alone; of what it takes longer, the same share shows in all of them."""
     measured = {False: [], True: []}
     predicted = {False: [], True: []}
     for row in rows("one_order_one_h200.jsonl"):
@@ -65,31 +68,39 @@ def test_steps_take_as_much_longer_in_one_order_as_they_did(model, attention, do
             measured[row["deterministic"]].append(row["step_ms"])
             predicted[row["deterministic"]].append(tables.predicted_time(row, "H200").seconds)
     longer = mean(measured[True]) / mean(measured[False])
-    assert mean(predicted[True]) / mean(predicted[False]) == pytest.approx(longer, rel=0.003)
+    assert mean(predicted[True]) / mean(predicted[False]) == pytest.approx(longer, rel=0.02)
 
 
 @pytest.mark.usefixtures("at_the_tables_clock")
-def test_one_order_costs_attention_alone_and_its_forward_pass_as_flash_attention():
-    """320 of 629 TFLOP/s forward; heads between two that were measured lie between."""
-    exact = "train.deterministic=true"
+def test_one_order_costs_attention_alone_and_what_is_computed_again_as_much():
+    """Three times as long; recomputation has a forward pass at the same factor."""
+    rates = []
+    for deterministic, seconds in ((False, 3e-3), (True, 9e-3)):
+        rates.append(
+            AttentionRate(
+                implementation="sdpa",
+                kind="causal",
+                head_size=128,
+                tokens=8192,
+                seen=8192,
+                seconds=seconds,
+                deterministic=deterministic,
+            )
+        )
+    table = THROUGHPUT.table.model_copy(update={"attention_rates": tuple(rates)})
+    throughput = MeasuredThroughput(table, H200)
 
     def time(*words):
-        return step_time(shaped("llama3_8b_half", "kernels.attention=sdpa", *words), H200, THROUGHPUT)
+        return step_time(shaped("llama3_8b_half", "kernels.attention=sdpa", *words), H200, throughput)
 
-    def parts(*words):
-        return time(*words).parts
-
-    plain, ordered = parts(), parts(exact)
+    exact = "train.deterministic=true"
+    factor = 1 + SHOWN * (3 - 1)
+    plain, ordered = time().parts, time(exact).parts
     assert {kind for kind in plain if ordered[kind] != plain[kind]} == {"attention"}
+    assert ordered["attention"] == pytest.approx(factor * plain["attention"])
     selective = "parallelism.recompute.kind=selective"
     again = time(selective).recomputed["attention"]
-    assert time(selective, exact).recomputed["attention"] == pytest.approx(again * 629 / 320)
-    ratios = []
-    for size in (32, 64, 96, 128):
-        heads = (f"model.d_head={size}",)
-        ratios.append(parts(exact, *heads)["attention"] / parts(*heads)["attention"])
-    assert ratios == sorted(ratios)
-    assert 1.8 < ratios[1] < ratios[2] < ratios[3] < 2.6
+    assert time(selective, exact).recomputed["attention"] == pytest.approx(factor * again)
 
 
 @pytest.mark.usefixtures("before")

@@ -435,6 +435,21 @@ def test_flex_traces_without_memory(sinks: bool) -> None:
     assert q_BTNH.grad.shape == q_BTNH.shape
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_flex_traces_what_it_computes_in_one_order(exact: None, sinks: bool) -> None:
+    """It keeps queries, keys and values that lie by themselves, as its own kernel does, and not what they are views
+    of."""
+    product = torch.empty(2, 8, 4 + 2 + 2, 16, device="meta", requires_grad=True)
+    q_BTNH, k_BTKH, v_BTKH = (product * 1).split([4, 2, 2], dim=2)
+    sinks_N = torch.empty(4, device="meta", requires_grad=True) if sinks else None
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.untyped_storage().nbytes()) or x, id):
+        out = flex.attention(q_BTNH, k_BTKH, v_BTKH, sinks=sinks_N)
+    assert out.shape == q_BTNH.shape
+    assert q_BTNH.untyped_storage().nbytes() not in sizes
+    assert q_BTNH.numel() * q_BTNH.element_size() in sizes
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [64, 128])
 def test_torch_takes_the_kernel_that_it_says(H: int, request: pytest.FixtureRequest) -> None:

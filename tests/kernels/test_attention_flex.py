@@ -1,18 +1,19 @@
 """Documents through torch's flex_attention: on a CPU its forward pass, and our mask as a GPU's kernels read it with
-every gradient; those kernels against fp64, on a GPU. Whole sequences and the mask's blocks: test_attention.py."""
+every gradient; those kernels against fp64, on a GPU. Of whole sequences that hide nothing here is what is computed in
+one order of sums; the rest of them, and the mask's blocks: test_attention.py."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, flex_attention
 
-from megaspec_kernels.attention import flex, flex_blocks
+from megaspec_kernels.attention import flex, flex_blocks, one_order, sdpa
 from megaspec_kernels.attention.scoring import Scoring
-from megaspec_kernels.gate import check, filled_with_nan, in_dtype
+from megaspec_kernels.gate import Results, check, filled_with_nan, in_dtype
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels import flex_by_blocks
 from tests.kernels.test_attention_documents import (
@@ -147,6 +148,98 @@ def test_planted_bugs_are_caught(bug: str, by_blocks: None) -> None:
         hold("flex", ROWS, torch.bfloat16, CPU)
 
 
+# Whole rows: of one token, of an odd number, of more than a block of the mask.
+WHOLE = [
+    Packed(((1,),), N=2, K=1),
+    Packed(((63,), (63,)), N=4, K=2),
+    Packed(((300,),), N=2, K=2, sinks=True),
+]
+
+
+@contextmanager
+def in_one_order() -> Iterator[None]:
+    """Sums are added so, as a run sets it, with NaN where nobody writes. Not around what is computed by equations: on a
+    GPU torch asks for a setting of cuBLAS there."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def whole(attend: Callable[..., Tensor], packed: Packed, dtype: torch.dtype, device: torch.device) -> Results:
+    """Output and gradients, without a word about documents."""
+    inputs, grad, _ = make(packed, device)
+    leaves = {name: x.requires_grad_() for name, x in in_dtype(inputs, dtype).items()}
+    q, k, v, *sinks = leaves.values()
+    out = attend(q, k, v, sinks=sinks[0] if sinks else None)
+    grads = torch.autograd.grad(out, list(leaves.values()), grad.to(out.dtype))
+    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def hold_whole(packed: Packed, dtype: torch.dtype, device: torch.device) -> None:
+    """flex in one order, beside the equation."""
+    equation = REGISTRY["attention"]["reference"].attend
+    with in_one_order():
+        fast = whole(REGISTRY["attention"]["flex"].attend, packed, dtype, device)
+    plain = whole(equation, packed, dtype, device)
+    truth = whole(equation, packed, torch.float64, device)
+    check(fast, plain, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", WHOLE, ids=str)
+def test_in_one_order_what_hides_nothing_is_computed_here(
+    packed: Packed, dtype: torch.dtype, by_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "attention", None)
+    hold_whole(packed, dtype, CPU)
+
+
+@pytest.mark.parametrize(("mode", "by_flex"), [("any", False), ("only warns", False), ("one", True)])
+def test_in_any_order_what_hides_nothing_goes_through_sdpa(
+    mode: str, by_flex: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without gradients, too, as a model that trains so is evaluated. A mode that warns asks for no order."""
+    asked = []
+
+    def flex_attention(*given: Tensor, **options: object) -> tuple[Tensor, AuxOutput]:
+        asked.append("flex")
+        return flex_by_blocks.flex_attention(*given, **options)
+
+    def through_sdpa(*given: Tensor, **options: object) -> Tensor:
+        asked.append("sdpa")
+        return given[0]
+
+    monkeypatch.setattr(flex, "flex_attention", flex_attention)
+    monkeypatch.setattr(sdpa, "attention", through_sdpa)
+    inputs, _, documents = make(WHOLE[1])
+    torch.use_deterministic_algorithms(mode != "any", warn_only=mode == "only warns")
+    try:
+        with torch.no_grad():
+            flex.attention(*inputs.values())
+            flex.attention(*inputs.values(), documents=documents)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == ["flex" if by_flex else "sdpa", "flex"]
+
+
+def test_the_compiler_asks_for_the_order_and_again_where_it_changes() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def asks(x: Tensor) -> Tensor:
+        return x + 1 if one_order.is_asked_for() else x
+
+    zero = torch.zeros(1)
+    torch._dynamo.reset()
+    try:
+        for is_on, only_warns in ((False, False), (True, False), (True, True), (True, False), (False, False)):
+            torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
+            assert asks(zero).item() == (is_on and not only_warns)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def compiles_anew() -> None:
     """A mask of documents has a graph for each shape, and all tests together more than recompile_limit allows."""
@@ -159,6 +252,33 @@ def compiles_anew() -> None:
 def test_documents_on_a_gpu(packed: Packed, dtype: torch.dtype, compiles_anew: None, poisoned: None) -> None:
     """Each as if it were alone, against fp64, with NaN where nobody writes."""
     hold("flex", packed, dtype, CUDA)
+
+
+WHOLE_ON_GPU = [Packed(((300,), (300,)), N=4, K=2, H=64), Packed(((2024,),), N=8, K=2, H=128), replace(WHOLE[2], H=64)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("packed", WHOLE_ON_GPU, ids=str)
+def test_what_hides_nothing_in_one_order_on_a_gpu(
+    packed: Packed, dtype: torch.dtype, compiles_anew: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "attention", None)
+    hold_whole(packed, dtype, CUDA)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_hides_nothing_repeats_to_the_bit_on_a_gpu(compiled: bool, compiles_anew: None) -> None:
+    """By itself, and inside of a layer that is compiled as one graph."""
+    attend = REGISTRY["attention"]["flex"].attend
+    if compiled:
+        attend = torch.compile(attend, fullgraph=True)
+    with in_one_order():
+        first, *others = [whole(attend, WHOLE_ON_GPU[1], torch.bfloat16, CUDA) for _ in range(4)]
+    for other in others:
+        for name, values in first.items():
+            assert torch.equal(values, other[name]), name
 
 
 @pytest.mark.gpu

@@ -3,7 +3,9 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,11 +28,15 @@ PACKAGES = {"nvidia-cudnn-frontend": "1.18.0", "transformer-engine": "2.20.2"}
 HERE = H200.model_copy(update={"gpus": 1, "versions": H200.versions | PACKAGES})
 ROW = 64
 SEEN = {"causal": (ROW,), "window": (8, 16), "documents": (8, 24)}
-# Milliseconds by implementation and kind.
+# Milliseconds by implementation and kind: in any order of sums, and in one.
 TAKES = {
     "sdpa": {"causal": 2.0, "window": 3.0, "documents": 4.0},
-    "cudnn": {"causal": 2.5, "window": 2.0, "documents": 1.0},
+    "cudnn": {"window": 2.0, "documents": 1.0},
     "te": {"causal": 1.5, "window": 2.5, "documents": 2.0},
+}
+IN_ONE_ORDER = {
+    "sdpa": {"causal": 5.0, "window": 3.5, "documents": 4.5},
+    "te": {"causal": 6.0, "window": 2.7},
 }
 
 
@@ -41,20 +47,31 @@ class Watch:
         self.device = device
 
     def seconds(self, work: partial) -> float:
-        kernel, _, _, options = work.args
-        work()
+        kernel, inputs, grad, options = work.args
         name = next(name for name, one in REGISTRY["attention"].items() if one is kernel)
         kind = "window" if "window" in options else "documents" if "documents" in options else "causal"
-        if name == "flex":
-            # through sdpa
-            assert kind == "causal"
-            name = "sdpa"
-        return 1e-3 * TAKES[name][kind]
+        modes = []
+
+        def attend(*given: torch.Tensor, **how: object) -> torch.Tensor:
+            filled = torch.utils.deterministic.fill_uninitialized_memory
+            modes.append((torch.are_deterministic_algorithms_enabled(), filled))
+            return kernel.attend(*given, **how)
+
+        try:
+            work.func(replace(kernel, attend=attend), inputs, grad, options, **work.keywords)
+        finally:
+            # as training has it, and behind it as before
+            assert modes == [(work.keywords["deterministic"], False)]
+            assert not torch.are_deterministic_algorithms_enabled()
+            assert torch.utils.deterministic.fill_uninitialized_memory
+        takes = IN_ONE_ORDER if work.keywords["deterministic"] else TAKES
+        return 1e-3 * takes[name][kind]
 
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H200 with two packages, whose kernels a CPU stands in for; flex has no backward pass there."""
+    """An H200 with two packages, whose kernels a CPU stands in for; flex has no backward pass there, and none of what
+    is measured of sdpa is measured of it again."""
     cudnn_frontend.put_in_place(monkeypatch)
     fake_transformer_engine(monkeypatch)
     monkeypatch.setattr(bench, "detect_target", lambda: HERE)
@@ -85,16 +102,32 @@ def test_every_implementation_that_runs_is_measured_at_every_point(
     one_gpu: None, table: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = measured(table)
-    points = {(one.implementation, one.head_size, one.kind, one.seen) for one in found.attention_rates}
-    everywhere = [(kind, seen) for kind, several in SEEN.items() for seen in several]
-    expected = {(name, size, *point) for name in TAKES for size in module.HEAD_SIZES for point in everywhere}
-    # what hides nothing is sdpa's in flex, and runs here, too
-    assert points - expected == {("flex", size, "causal", ROW) for size in module.HEAD_SIZES}
-    assert expected <= points
+    expected = set()
+    for deterministic, takes in ((False, TAKES), (True, IN_ONE_ORDER)):
+        for name, size, kind in product(takes, module.HEAD_SIZES, SEEN):
+            if kind in takes[name]:
+                expected |= {(name, size, kind, seen, deterministic, takes[name][kind]) for seen in SEEN[kind]}
+    # what hides nothing is sdpa's in any order
+    for name, size in product(("flex", "cudnn"), module.HEAD_SIZES):
+        expected.add((name, size, "causal", ROW, False, TAKES["sdpa"]["causal"]))
+    points = [
+        (one.implementation, one.head_size, one.kind, one.seen, one.deterministic, round(1e3 * one.seconds, 6))
+        for one in found.attention_rates
+    ]
+    assert len(points) == len(expected)
+    assert set(points) == expected
     assert found.attention_source == "1 x stand-in"
     printed = capsys.readouterr()
-    assert "heads of 64, 64 tokens, documents of 8: sdpa 4.00, cudnn 1.00, te 2.00 ms" in printed.out
+    before_use = "a layer's attention, forward and backward, heads of 64, 64 tokens, "
+    for told in (
+        "causal: sdpa 2.00, cudnn 2.00, te 1.50, flex 2.00 ms",
+        "causal, sums in one order: sdpa 5.00, te 6.00 ms",
+        "documents of 8: sdpa 4.00, cudnn 1.00, te 2.00 ms",
+        "documents of 8, sums in one order: sdpa 4.50 ms",
+    ):
+        assert f"{before_use}{told}\n" in printed.out
     assert "no figure of flex, heads of 128, documents of 24: " in printed.err
+    assert "no figure of flex, heads of 64, causal of 64, in one order: " in printed.err
     # all else stays
     before = read_throughput(SHIPPED).table
     kept = {"attention_rates": before.attention_rates, "attention_source": before.attention_source}
@@ -112,11 +145,47 @@ def test_auto_takes_what_was_measured_and_says_so(one_gpu: None, table: Path, mo
         taken[kind] = spec.kernels.attention
         reason = next(one.reason for one in spec.decisions if one.key == "kernels.attention")
         assert "the fastest that was measured on NVIDIA H200 for heads of 128" in reason
-    fastest = {kind: min(TAKES, key=lambda name: TAKES[name][kind]) for kind in SEEN}
-    assert taken == fastest == {"causal": "te", "documents": "cudnn", "window": "cudnn"}
+    assert taken == {"causal": "te", "documents": "cudnn", "window": "cudnn"}
     # what is not installed here is not taken
     bare = HERE.model_copy(update={"versions": H200.versions})
     assert spec_of(*wide, "data.document_mask=true", target=bare).kernels.attention == "flex"
+
+
+def test_auto_takes_what_is_the_fastest_in_the_order_that_is_asked_for(
+    one_gpu: None, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """te in any order, sdpa in one; of documents nothing else was measured in one."""
+    measured(table)
+    monkeypatch.setattr(attention_choice, "throughput_of", lambda hardware: read_throughput(table, hardware))
+    exact = ("model.d_head=128", "precision.kind=bf16", "train.deterministic=true")
+    spec = spec_of(*exact, target=HERE)
+    assert spec.kernels.attention == "sdpa"
+    reason = next(one.reason for one in spec.decisions if one.key == "kernels.attention")
+    assert "measured on NVIDIA H200 for heads of 128 with sums in one order" in reason
+    assert "left out" not in reason
+    assert spec_of(*exact, "data.document_mask=true", target=HERE).kernels.attention == "flex"
+
+
+@pytest.mark.parametrize("mode", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_order_is_as_before_whatever_happens(mode: tuple[bool, bool], deterministic: bool) -> None:
+    asked, only_warns = mode
+
+    def fails(*given: torch.Tensor) -> torch.Tensor:
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        raise RuntimeError("no such heads")
+
+    kernel = replace(REGISTRY["attention"]["sdpa"], attend=fails)
+    torch.use_deterministic_algorithms(asked, warn_only=only_warns)
+    try:
+        with pytest.raises(RuntimeError, match="no such heads"):
+            module._attend(kernel, [], torch.zeros(1), {}, deterministic=deterministic)
+        assert torch.are_deterministic_algorithms_enabled() == asked
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == only_warns
+        assert torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_when_the_seconds_are_over_the_rest_is_told(
@@ -126,6 +195,7 @@ def test_when_the_seconds_are_over_the_rest_is_told(
     monkeypatch.setattr(module, "perf_counter", iter(range(0, 1000, 50)).__next__)
     found = measured(table, "--seconds", "60")
     assert {one.implementation for one in found.attention_rates} == {"sdpa"}
+    assert {one.deterministic for one in found.attention_rates} == {False, True}
     told = capsys.readouterr().err
     for name in ("cudnn", "te", "flex"):
         assert f"no attention through {name}: 60 s are over" in told

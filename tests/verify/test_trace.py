@@ -1,5 +1,6 @@
 """Traced steps beside the formulas of `plan`: parameters and collectives are the same, memory within 5 %."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from megaspec.commands.planned import plan_words
 from megaspec.core.errors import RecipeError
-from megaspec.estimate import communication
+from megaspec.estimate import communication, layer_run
 from megaspec.estimate.communication import collectives_of
 from megaspec.estimate.memory import StageMemory
 from megaspec.resolve.gather import gather_facts
@@ -222,6 +223,42 @@ def test_what_micro_batches_leave_behind(layout):
 @pytest.mark.parametrize("layout", PLAIN)
 def test_plain_layers(layout):
     check(f"{SMALL} kernels.compile=none {layout}")
+
+
+# Layers that flex computes itself in one order of sums, among them some that hide keys, and beside sinks. Where the
+# others' tensors are small its own weigh more than a trace may differ by.
+NARROW = (
+    "model.d_ffn=1024 model.vocab_size=2048 gpus=1 train.global_batch=8 train.micro_batch=4 kernels.compile=none"
+    " kernels.attention=flex train.deterministic=true"
+)
+IN_ONE_ORDER = [
+    "gpus=1 train.global_batch=2",
+    "gpus=2 parallelism.tp=2 train.global_batch=4 kernels.compile=none model.attention.sinks=true",
+    "gpus=2 parallelism.tp=2 train.global_batch=4 kernels.compile=none model.attention.mask={kind:window,size:1024}",
+    "gpus=2 parallelism.tp=2 parallelism.recompute.kind=selective train.global_batch=4",
+]
+
+
+@pytest.fixture
+def in_any_order_again() -> Iterator[None]:
+    """Whoever builds a run sets the mode."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("layout", IN_ONE_ORDER)
+def test_flex_in_one_order(layout, in_any_order_again):
+    check(f"{SMALL} kernels.attention=flex train.deterministic=true {layout}")
+
+
+@pytest.mark.parametrize("more", ["", "model.attention.sinks=true"])
+def test_what_flex_keeps_in_one_order(more, in_any_order_again, monkeypatch):
+    """As traced, and not as if it went through sdpa."""
+    spec = spec_of(f"{SMALL} {NARROW} {more}")
+    trace = trace_rank(spec, 0)
+    assert differences(spec, trace) == []
+    monkeypatch.setattr(layer_run, "takes_all_layers", lambda recipe: False)
+    assert [line.partition(":")[0] for line in differences(spec, trace)] == ["all memory"]
 
 
 @pytest.mark.parametrize("layout", IN_FP8)

@@ -3,8 +3,10 @@
 It leaves out the blocks of the mask that nobody sees, which is what windows and packed documents gain by, and it caps
 scores. It tells the log-sum-exp, which is all that a sink needs. Its backward pass adds in one order. Layers that see
 all of the past and cap nothing go through sdpa.py, whose kernels are faster at that: 3.9 ms against 5.8 forward and
-backward of 8,192 tokens, 32 heads on 8 of 128 (one H200, bf16). So do blocks, of which those that nobody sees are left
-out by whoever has them; with capped scores they are the equation, of which nothing is kept.
+backward of 8,192 tokens, 32 heads on 8 of 128 (one H200, bf16). But not where gradients are added in one order: cuDNN
+can't, FlashAttention-2, which sdpa takes then, is slower than flex, and flex computes them itself. Blocks go through
+sdpa_block.py; those that nobody sees are left out by whoever has them. With capped scores they are the equation, of
+which nothing is kept.
 """
 
 # B sequences, T tokens, N query heads, K key and value heads, H head size
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from megaspec_kernels.attention import reference_block, sdpa, sdpa_block
+from megaspec_kernels.attention import one_order, reference_block, sdpa, sdpa_block
 from megaspec_kernels.attention.documents import Documents
 from megaspec_kernels.attention.flex_blocks import BLOCK, blocks_of
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
@@ -50,7 +52,8 @@ def attention(
     """
     assert drop is None, "flex has no attention dropout; the resolver picks reference"
     T, N = q_BTNH.shape[1:3]
-    if documents is None and window is None and scoring.cap is None:
+    hides_nothing = documents is None and window is None and scoring.cap is None
+    if hides_nothing and not one_order.is_asked_for():
         return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=scoring, sinks=sinks)
     # each by itself, so that no view keeps the product that all three were made by; by tokens, as the projections
     # around take them: what flex returns lies as its queries do
