@@ -3,7 +3,7 @@
 from megaspec.estimate.attention_rates import AttentionRate, fastest, kind_of
 from megaspec.estimate.hardware import hardware_of
 from megaspec.estimate.target import Target
-from megaspec.estimate.throughput import throughput_of
+from megaspec.estimate.throughput import MeasuredThroughput, throughput_of
 from megaspec_kernels.catalog import Use, choose, runs_on
 
 
@@ -29,7 +29,21 @@ def fastest_attention(target: Target, use: Use) -> str | None:
 
 def attention_rates(target: Target) -> tuple[AttentionRate, ...]:
     """Of such a GPU, in any order of sums and in one; none of a CPU, and of GPUs that nobody measured."""
+    throughput = _throughput(target)
+    return () if throughput is None else throughput.attention_rates
+
+
+def one_order_measured_on(target: Target) -> str | None:
+    """The kind of GPU on which it was measured what attention takes longer in one order of sums than in any; None: it
+    is such a GPU itself."""
+    throughput = _throughput(target)
+    if throughput is None or throughput.one_order_measured_on == throughput.hardware.name:
+        return None
+    return throughput.one_order_measured_on
+
+
+def _throughput(target: Target) -> MeasuredThroughput | None:
     hardware = hardware_of(target)
     if target.device != "cuda" or hardware is None:
-        return ()
-    return throughput_of(hardware).attention_rates
+        return None
+    return throughput_of(hardware)

@@ -1,6 +1,6 @@
 """Which implementation of attention was measured to be the fastest for a use. Torch-free."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from math import exp, inf, log
 from operator import itemgetter
 from typing import Literal, NamedTuple
@@ -148,6 +148,21 @@ def against_any_order(
             return None
         seconds[deterministic] = _between(points, seen)
     return seconds[True] / seconds[False]
+
+
+def one_order_as_on(another: Iterable[AttentionRate], own: Iterable[AttentionRate]) -> Iterator[AttentionRate]:
+    """Rates in one order of sums of a GPU of which only those in any were measured: each takes as much longer as on
+    another GPU, whose architecture and so whose kernels are the same."""
+    elsewhere = {}
+    for rate in another:
+        elsewhere[rate.implementation, rate.kind, rate.head_size, rate.tokens, rate.seen, rate.deterministic] = rate
+    for rate in own:
+        use = (rate.implementation, rate.kind, rate.head_size, rate.tokens, rate.seen)
+        in_any = elsewhere.get((*use, False))
+        in_one = elsewhere.get((*use, True))
+        if in_any is not None and in_one is not None:
+            seconds = rate.seconds * in_one.seconds / in_any.seconds
+            yield rate.model_copy(update={"seconds": seconds, "deterministic": True})
 
 
 def _between(points: list[tuple[int, float]], seen: float) -> float:

@@ -18,8 +18,9 @@ from megaspec.estimate.work import AttentionWork, layer_parts, precision_outside
 from megaspec.recipe import Recipe
 
 # Of what attention takes longer, measured alone, the share that shows in a step of a GPU whose power is limited: a
-# slower kernel draws less, and the rest of the step runs at a higher clock. Set on steps of 8B at half depth on one
-# H200, 1,518 ms in any order, 1,845 through sdpa in one and 1,609 through flex.
+# slower kernel draws less, and the rest of the step runs at a higher clock. Set on steps of 8B at half depth and of 1B
+# through sdpa, flex and FlashAttention-4 on H200 (tests/benchmarks/results/attention_in_one_order_one_h200.jsonl and
+# one_order_one_h200.jsonl); each by itself asks for 0.5 to 0.75.
 SHOWN = 0.6
 _CUDNN_SM = 90
 """From here on sdpa takes cuDNN in any order."""

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import Frozen, PositiveInt
 from megaspec.core.problems import one_of
-from megaspec.estimate.attention_rates import AttentionRate
+from megaspec.estimate.attention_rates import AttentionRate, one_order_as_on
 from megaspec.estimate.curves import Curve, Seconds
 from megaspec.estimate.hardware import HARDWARE, MEASURED_BY, Hardware
 from megaspec.estimate.topology import CollectiveKind
@@ -154,6 +154,24 @@ class MeasuredThroughput:
             self._network_rate = table.network.bandwidth
             self._network_latency = table.network.latency
         self._products: dict[tuple[float | str, ...], float] = {}
+        # of another kind of GPU, another implementation may be the fastest
+        self.attention_rates: tuple[AttentionRate, ...] = ()
+        """Of this kind of GPU; without any where it was not measured."""
+        self.one_order_measured_on = hardware.name
+        """Where what attention takes longer in one order of sums was measured."""
+        if table.hardware == hardware.name:
+            self.attention_rates = table.attention_rates
+            self._add_rates_in_one_order()
+
+    def _add_rates_in_one_order(self) -> None:
+        """To a table with none, by those of a GPU of the same architecture, where one ships."""
+        if not self.attention_rates or any(rate.deterministic for rate in self.attention_rates):
+            return
+        if self.hardware.sm != HARDWARE[_DEFAULT].sm:
+            return
+        elsewhere = _shipped(_DEFAULT).attention_rates
+        self.attention_rates += tuple(one_order_as_on(elsewhere, self.attention_rates))
+        self.one_order_measured_on = _DEFAULT
 
     def matmul_seconds(self, m: float, n: float, k: float, *, precision: str, kind: ProductKind) -> float:
         """One product of a linear layer of k inputs and n outputs over m tokens: its forward, the gradient of its
@@ -180,13 +198,6 @@ class MeasuredThroughput:
         against_bf16 = dense / self.matmul_seconds(m, n, k, precision="bf16", kind=kind)
         per_group = getattr(self.table.grouped, kind).at(m / groups, n, k) / self.table.groups
         return max(dense, per_group * groups * against_bf16 * self._matmul["bf16"])
-
-    @property
-    def attention_rates(self) -> tuple[AttentionRate, ...]:
-        """Of this kind of GPU; on another, another implementation may be the fastest."""
-        if self.table.hardware != self.hardware.name:
-            return ()
-        return self.table.attention_rates
 
     @property
     def shortest_attention(self) -> float:

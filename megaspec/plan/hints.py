@@ -118,7 +118,7 @@ def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughpu
         train = spec.train.model_copy(update={"deterministic": False})
         in_any_order = step_time(spec.model_copy(update={"train": train}), hardware, throughput).seconds
         told.append(
-            f"{_each_once(costs)} (measured on {throughput.table.hardware}),"
+            f"{_each_once(costs)} (measured on {throughput.one_order_measured_on}),"
             f" {seconds_in_words(seconds)} a step for {seconds_in_words(in_any_order)} without it"
         )
     if not_measured:

@@ -20,7 +20,7 @@ from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
 from megaspec.core.remote_files import is_url
 from megaspec.data.spec import IndexedSpec
-from megaspec.estimate.attention_choice import attention_rates, fastest_attention
+from megaspec.estimate.attention_choice import attention_rates, fastest_attention, one_order_measured_on
 from megaspec.estimate.attention_rates import HEAD_SIZES, faster_ones, kind_of
 from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
@@ -548,6 +548,9 @@ def _fastest_measured(target: Target, use: Use) -> str:
         reason += " without a cap of scores"
     if use.deterministic:
         reason += " with sums in one order"
+        elsewhere = one_order_measured_on(target)
+        if elsewhere is not None:
+            reason += f", reckoned to take as much longer as on {elsewhere}"
     return reason
 
 

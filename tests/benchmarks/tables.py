@@ -175,6 +175,10 @@ def _bubble(line: Line) -> float | None:
     return 100 * (busiest["step_ms"] / busiest["compute_ms"] - 1)
 
 
+def _step_ms(line: Line) -> float | None:
+    return line.get("step_ms")
+
+
 def _switched(is_on: bool, read: Callable[[Line], float | None]) -> Callable[[Group], list[float | None]]:
     """Of the lines of a pair, those with the switch on or off."""
 
@@ -305,10 +309,10 @@ COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "gradient norm": _field("norm_apart"),
     "gate, loss": _field("loss_limit"),
     "gate, norm": _field("norm_limit"),
-    "step, ms: on": _switched(True, lambda line: line["step_ms"]),
-    "step, ms: off": _switched(False, lambda line: line["step_ms"]),
-    "step, ms: with": _switched(True, lambda line: line["step_ms"]),
-    "step, ms: without": _switched(False, lambda line: line["step_ms"]),
+    "step, ms: on": _switched(True, _step_ms),
+    "step, ms: off": _switched(False, _step_ms),
+    "step, ms: with": _switched(True, _step_ms),
+    "step, ms: without": _switched(False, _step_ms),
     "step, ms: before": _on_side("before"),
     "step, ms: after": _on_side("after"),
     "time, us: before": _each(lambda line: line.get("us") if line.get("side") == "before" else None),

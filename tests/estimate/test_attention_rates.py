@@ -16,10 +16,11 @@ from megaspec.estimate.attention_rates import (
     faster_ones,
     fastest,
     kind_of,
+    one_order_as_on,
 )
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.layer_time import LayerTimes
-from megaspec.estimate.throughput import MeasuredThroughput, throughput_of
+from megaspec.estimate.throughput import MeasuredThroughput, ThroughputTable, throughput_of
 from megaspec.estimate.topology import topology_of
 from megaspec.estimate.trained import facts_of
 from megaspec.estimate.work import FLEX_COST, layer_parts
@@ -256,13 +257,64 @@ def test_auto_takes_the_fastest_in_one_order_where_that_is_asked_for(measured_in
     assert attention_of(*WIDE, target=H200.model_copy(update={"gpus": 1}))[0] == "sdpa"
 
 
-def test_what_was_measured_in_any_order_alone_decides_nothing_in_one(measured: None) -> None:
+@pytest.fixture
+def none_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No table that ships has rates in one order."""
+    shipped = throughput_module._shipped
+
+    def without(name: str) -> ThroughputTable:
+        table = shipped(name)
+        in_any = tuple(rate for rate in table.attention_rates if not rate.deterministic)
+        return table.model_copy(update={"attention_rates": in_any})
+
+    monkeypatch.setattr(throughput_module, "_shipped", without)
+
+
+def test_what_was_measured_in_any_order_alone_decides_nothing_in_one(none_in_one_order: None, measured: None) -> None:
     for words, expected in ((WIDE, "sdpa"), (DOCUMENTS, "flex")):
         name, reason = attention_of(*words, "train.deterministic=true", target=INSTALLED)
         assert name == expected
         assert reason.startswith("first of the catalog that runs")
         told = "not measured on NVIDIA H200 with sums in one order: megaspec bench throughput measures it"
         assert reason.endswith(f"; {told}")
+
+
+def test_one_order_takes_as_much_longer_as_on_another_gpu() -> None:
+    """At the points that were measured there in both orders."""
+    elsewhere = (
+        rate("sdpa", "causal", 8192, 2e-3),
+        rate("sdpa", "causal", 8192, 5e-3, deterministic=True),
+        rate("flex", "causal", 8192, 2e-3),
+        rate("flex", "window", 128, 1e-3, deterministic=True),
+        rate("flash_attn", "documents", 256, 1e-3),
+        rate("flash_attn", "documents", 256, 1.1e-3, deterministic=True),
+    )
+    own = (
+        rate("sdpa", "causal", 8192, 3e-3),
+        rate("sdpa", "causal", 8192, 3e-3, head_size=64),
+        rate("flex", "causal", 8192, 3e-3),
+        rate("flex", "window", 128, 2e-3),
+        rate("flash_attn", "documents", 256, 2e-3),
+        rate("flash_attn", "documents", 1024, 2e-3),
+    )
+    expected = [("sdpa", "causal", 8192, 7.5e-3), ("flash_attn", "documents", 256, 2.2e-3)]
+    found = list(one_order_as_on(elsewhere, own))
+    assert all(one.deterministic and one.head_size == 128 for one in found)
+    assert [(one.implementation, one.kind, one.seen, pytest.approx(one.seconds)) for one in found] == expected
+
+
+def test_a_gpu_of_the_same_architecture_decides_by_what_one_order_takes_longer_there() -> None:
+    """H100 was measured in any order, H200 in both; B200, of another architecture, in none."""
+    h100 = throughput_of(HARDWARE["H100"])
+    assert h100.one_order_measured_on == "H200"
+    assert throughput_of(HARDWARE["H200"]).one_order_measured_on == "H200"
+    assert throughput_of(HARDWARE["B200"]).attention_rates == ()
+    here = H200.model_copy(update={"gpus": 1, "gpu": "NVIDIA H100 80GB HBM3"})
+    name, reason = attention_of(*WIDE, "train.deterministic=true", target=here)
+    assert name == "flex"
+    assert "for heads of 128 with sums in one order, reckoned to take as much longer as on H200" in reason
+    # in any order nothing is said of that
+    assert "reckoned" not in attention_of(*WIDE, target=here)[1]
 
 
 @pytest.mark.parametrize(("kind", "name"), [("ring", "sdpa"), ("all_gather", "sdpa"), ("all_to_all", "flex")])
@@ -430,7 +482,7 @@ def test_what_is_faster_in_one_order_is_all_of_that(monkeypatch: pytest.MonkeyPa
     assert exact == pytest.approx([2.9 / 3 * seconds for seconds in seconds_of_attention(*words, rates=rates)])
 
 
-def test_what_was_not_measured_in_one_order_is_reckoned_as_in_any() -> None:
+def test_what_was_not_measured_in_one_order_is_reckoned_as_in_any(none_in_one_order: None) -> None:
     """But for flex where nothing is hidden: there it was sdpa that was measured, and its own kernel is slower."""
     rates = (*RATES, rate("flex", "causal", 8192, 4e-3))
     for name, words, longer in (
