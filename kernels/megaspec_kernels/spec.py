@@ -15,8 +15,8 @@ class KernelsSpec(Frozen):
 
     sdpa: torch's fused attention, cuDNN first on CUDA; windows, chunks and documents go through FlashAttention-2
     with lengths in bf16 and fp16; in fp32 they are masks, which cost what they hide. flex: torch's flex_attention,
-    which leaves out what they hide and can cap scores; layers with nothing of that go through sdpa, but not with
-    train.deterministic=true, and so do blocks of sequences that lie on several ranks. cudnn: cuDNN's kernels for
+    which leaves out what they hide and can cap scores; blocks of sequences that lie on several ranks go through
+    sdpa, and so do layers with nothing of that but for train.deterministic=true. cudnn: cuDNN's kernels for
     documents and windows, of the package nvidia-cudnn-frontend; all else as sdpa. flash_attn: FlashAttention-4, of
     the package flash-attn-4; flash_attn_3 and flash_attn_2: the versions before it, where they are installed. te:
     cuDNN's through the package transformer-engine, also in one order; blocks go through sdpa. reference: plain

@@ -151,18 +151,20 @@ def against_any_order(
 
 
 def one_order_as_on(another: Iterable[AttentionRate], own: Iterable[AttentionRate]) -> Iterator[AttentionRate]:
-    """Rates in one order of sums of a GPU of which only those in any were measured: each takes as much longer as on
-    another GPU, whose architecture and so whose kernels are the same."""
-    elsewhere = {}
+    """Rates in one order of sums of a GPU of which only those in any were measured: another one's, whose architecture
+    and so whose kernels are the same, over what sdpa's causal attention takes there."""
+    plain = {rate.head_size: rate.seconds for rate in own if _is_plain(rate)}
+    another = tuple(another)
+    plain_there = {rate.head_size: rate.seconds for rate in another if _is_plain(rate)}
     for rate in another:
-        elsewhere[rate.implementation, rate.kind, rate.head_size, rate.tokens, rate.seen, rate.deterministic] = rate
-    for rate in own:
-        use = (rate.implementation, rate.kind, rate.head_size, rate.tokens, rate.seen)
-        in_any = elsewhere.get((*use, False))
-        in_one = elsewhere.get((*use, True))
-        if in_any is not None and in_one is not None:
-            seconds = rate.seconds * in_one.seconds / in_any.seconds
-            yield rate.model_copy(update={"seconds": seconds, "deterministic": True})
+        size = rate.head_size
+        if rate.deterministic and size in plain and size in plain_there:
+            yield rate.model_copy(update={"seconds": rate.seconds * plain[size] / plain_there[size]})
+
+
+def _is_plain(rate: AttentionRate) -> bool:
+    """What others are compared with: whole sequences through sdpa, sums in any order."""
+    return (rate.implementation, rate.kind, rate.deterministic) == ("sdpa", "causal", False)
 
 
 def _between(points: list[tuple[int, float]], seen: float) -> float:

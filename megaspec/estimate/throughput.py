@@ -3,7 +3,7 @@
 `megaspec bench throughput` measures a table; those in measured/ are shipped.
 """
 
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from math import ceil, log2, prod
 from pathlib import Path
@@ -154,24 +154,27 @@ class MeasuredThroughput:
             self._network_rate = table.network.bandwidth
             self._network_latency = table.network.latency
         self._products: dict[tuple[float | str, ...], float] = {}
-        # of another kind of GPU, another implementation may be the fastest
-        self.attention_rates: tuple[AttentionRate, ...] = ()
-        """Of this kind of GPU; without any where it was not measured."""
-        self.one_order_measured_on = hardware.name
-        """Where what attention takes longer in one order of sums was measured."""
-        if table.hardware == hardware.name:
-            self.attention_rates = table.attention_rates
-            self._add_rates_in_one_order()
 
-    def _add_rates_in_one_order(self) -> None:
-        """To a table with none, by those of a GPU of the same architecture, where one ships."""
-        if not self.attention_rates or any(rate.deterministic for rate in self.attention_rates):
-            return
-        if self.hardware.sm != HARDWARE[_DEFAULT].sm:
-            return
-        elsewhere = _shipped(_DEFAULT).attention_rates
-        self.attention_rates += tuple(one_order_as_on(elsewhere, self.attention_rates))
-        self.one_order_measured_on = _DEFAULT
+    @cached_property
+    def attention_rates(self) -> tuple[AttentionRate, ...]:
+        """Of this kind of GPU, without any where it was not measured: on another, another implementation may be the
+        fastest. Those in one order of sums may be reckoned, see `one_order_measured_on`."""
+        if self.table.hardware != self.hardware.name:
+            return ()
+        rates = self.table.attention_rates
+        if self.one_order_measured_on != self.hardware.name:
+            rates += tuple(one_order_as_on(_shipped(_DEFAULT).attention_rates, rates))
+        return rates
+
+    @property
+    def one_order_measured_on(self) -> str:
+        """The kind of GPU on which attention in one order of sums was measured: where a table has none of it, one of
+        the same architecture whose table ships."""
+        has_rates = self.table.hardware == self.hardware.name and self.table.attention_rates
+        is_measured = any(rate.deterministic for rate in self.table.attention_rates)
+        if has_rates and not is_measured and self.hardware.sm == HARDWARE[_DEFAULT].sm:
+            return _DEFAULT
+        return self.hardware.name
 
     def matmul_seconds(self, m: float, n: float, k: float, *, precision: str, kind: ProductKind) -> float:
         """One product of a linear layer of k inputs and n outputs over m tokens: its forward, the gradient of its

@@ -128,10 +128,13 @@ def _deterministic(spec: Spec, hardware: Hardware, throughput: MeasuredThroughpu
 
 
 def _in_words(cost: OneOrderCost) -> str:
-    longer = "as long"
-    if not 1 / NOISE <= cost.measured <= NOISE:
-        longer = f"{cost.measured:.2f} times as long"
-    return f"attention through {cost.kernels} takes {longer} as {cost.compared}"
+    text = f"attention through {cost.kernels} takes"
+    if cost.measured <= NOISE:
+        return f"{text} as long as {cost.compared}"
+    text += f" {cost.measured:.2f} times as long as {cost.compared}"
+    if cost.in_step != cost.measured:
+        text += f", {cost.in_step:.2f} times in a step at the limit of power"
+    return text
 
 
 def _each_once(texts: list[str]) -> str:

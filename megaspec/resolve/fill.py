@@ -541,16 +541,17 @@ def kernels(draft: ResolverDraft) -> None:
 
 def _fastest_measured(target: Target, use: Use) -> str:
     """Why an implementation of attention is taken that was measured, and in what the use differs from that."""
-    reason = f"the fastest that was measured on {target.gpu} for heads of {use.head_size}"
+    where = target.gpu
+    if use.deterministic:
+        # where this kind of GPU was not measured so
+        where = one_order_measured_on(target) or target.gpu
+    reason = f"the fastest that was measured on {where} for heads of {use.head_size}"
     if use.blocks:
         reason += " and whole sequences"
     if use.score_cap:
         reason += " without a cap of scores"
     if use.deterministic:
         reason += " with sums in one order"
-        elsewhere = one_order_measured_on(target)
-        if elsewhere is not None:
-            reason += f", reckoned to take as much longer as on {elsewhere}"
     return reason
 
 

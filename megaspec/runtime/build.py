@@ -516,14 +516,13 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
     whole = []
     for one in attentions:
         is_hidden = spec.data.document_mask or one.sight.hides_keys(seq_len)
-        if name.startswith("flash_attn") or (name == "cudnn" and is_hidden and heads is not None):
+        if name.startswith("flash_attn") or takes_all or (name == "cudnn" and is_hidden and heads is not None):
             # its own kernels take it, the catalog says which heads
             continue
-        # sinks go around blocks, of whole sequences too; what hides nothing goes through sdpa from the others, too, but
-        # from those that take it themselves in one order
+        # sinks go around blocks, of whole sequences too; what hides nothing goes through sdpa from the others, too
         goes_in_blocks = heads is None or one.has_sinks or (name == "sdpa" and is_hidden)
         in_blocks.append(goes_in_blocks)
-        whole.append(not goes_in_blocks and not is_hidden and not takes_all)
+        whole.append(not goes_in_blocks and not is_hidden)
     asked = f"heads of {model.d_head} in {model_format(spec.precision)}"
     if any(in_blocks) and sdpa_block.is_refused(d_head=model.d_head, dtype=dtype):
         raise _no_fused_attention(name, asked)

@@ -85,6 +85,9 @@ class Stopwatch:
         self._c = torch.empty_like(self._a)
         # products that run before what is timed: one to find out how many make 10 ms
         self._ahead = 1
+        # a GPU that did nothing is at a fraction of its clock
+        for _ in range(100):
+            self._product()
         self._cycles = _cycles_per_second()
         self._ahead = max(1, ceil(AHEAD / self.seconds(self._product, calls=5)))
 

@@ -50,27 +50,33 @@ def test_steps_that_were_measured(file):
 
 
 @pytest.mark.parametrize(
-    ("model", "attention", "documents"),
+    ("model", "attention", "documents", "within"),
     [
-        ("llama1b", "sdpa", 0),
-        ("llama8b16", "sdpa", 0),
-        ("llama8b16", "flash_attn", 1024),
-        ("llama8b16", "flex", 1024),
-        ("llama8b16", "flash_attn", 0),
+        ("llama1b", "sdpa", 0, 0.015),
+        # of what attention takes longer 0.75 shows in this one, and 0.6 in the plan
+        ("llama8b16", "sdpa", 0, 0.04),
+        ("llama1b", "flex", 0, 0.01),
+        ("llama8b16", "flex", 0, 0.01),
+        ("llama8b16", "flash_attn", 1024, 0.005),
+        ("llama8b16", "flex", 1024, 0.005),
+        ("llama8b16", "flash_attn", 0, 0.005),
     ],
 )
-def test_steps_take_as_much_longer_in_one_order_as_they_did(model, attention, documents):
-    """By rates of attention alone, within 4 %: what it takes longer shows in part where power is limited, and that part
-    is one number for kernels of which one draws more than another."""
+def test_steps_take_as_much_longer_in_one_order_as_they_did(model, attention, documents, within):
+    """By rates of attention alone. In any order flex is sdpa where nothing is hidden."""
     measured = {False: [], True: []}
     predicted = {False: [], True: []}
+    in_any_order = attention
+    if attention == "flex" and not documents:
+        in_any_order = "sdpa"
     for row in (*rows("one_order_one_h200.jsonl"), *rows("attention_in_one_order_one_h200.jsonl")):
+        name = attention if row["deterministic"] else in_any_order
         case = (row["model"], row["kernels"]["attention"], row["documents"])
-        if row["side"] == "ours" and case == (model, attention, documents):
+        if row["side"] == "ours" and case == (model, name, documents):
             measured[row["deterministic"]].append(row["step_ms"])
             predicted[row["deterministic"]].append(tables.predicted_time(row, "H200").seconds)
     longer = mean(measured[True]) / mean(measured[False])
-    assert mean(predicted[True]) / mean(predicted[False]) == pytest.approx(longer, rel=0.04)
+    assert mean(predicted[True]) / mean(predicted[False]) == pytest.approx(longer, rel=within)
 
 
 @pytest.mark.usefixtures("at_the_tables_clock")

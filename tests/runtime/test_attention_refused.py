@@ -77,8 +77,7 @@ def test_sinks_go_around_blocks(asked: list[dict]) -> None:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """A GPU of sm90 on which torch takes what the test says, some fused kernel each time."""
-    monkeypatch.setattr(sdpa, "is_refused", lambda **sizes: False)
+    """A GPU of sm90 on which torch takes what the test says."""
     says: dict[str, object] = {"taken": "cudnn"}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(sdpa, "served_by", lambda **sizes: says["taken"])
@@ -115,18 +114,21 @@ def test_with_gradients_in_order_the_kernel_is_named(on_hopper: dict[str, object
         build._refuse_attention(spec(given), device=CUDA)
 
 
-def test_flex_computes_in_order_what_hides_nothing(on_hopper: dict[str, object]) -> None:
-    """Whatever torch's sdpa takes; in any order it is torch's."""
-    given = {"precision.kind": "bf16", "kernels.attention": "sdpa", "model.d_head": 64}
-    on_hopper["taken"] = "efficient"
+@pytest.mark.parametrize("sinks", [False, True])
+def test_of_what_flex_computes_in_order_torchs_sdpa_is_not_asked(asked: list[dict], sinks: bool) -> None:
+    """In any order it goes through it."""
+    given = {"precision.kind": "bf16", "kernels.attention": "sdpa", "model.d_head": 6}
+    given["model.attention"] = {"kind": "gqa", "sinks": sinks}
     for deterministic in (False, True):
         base = spec(given | {"train.deterministic": deterministic})
-        named = base.model_copy(update={"kernels": base.kernels.model_copy(update={"attention": "flex"})})
+        made = base.model_copy(update={"kernels": base.kernels.model_copy(update={"attention": "flex"})})
         if deterministic:
-            build._refuse_attention(named, device=CUDA)
-        else:
-            with pytest.raises(RecipeError, match="memory-efficient"):
-                build._refuse_attention(named, device=CUDA)
+            build._refuse_attention(made, device=CUDA)
+            continue
+        with pytest.raises(RecipeError, match=r"kernels\.attention=flex"):
+            build._refuse_attention(made, device=CUDA)
+    # sinks go around a block, which is refused before
+    assert len(asked) == (not sinks)
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash_attn"])

@@ -17,9 +17,9 @@ with rows, and one factor at most has squares. Where scales lie in memory: see s
 Note "Fast sums". Of products with fast sums cuBLASLt puts large tiles first. In steps of a large model the GPU stands
 at its limit of power, and there one of two smaller tiles takes 2 to 11 % less time in each of six shapes of models of
 1B to 70B whose tiles fill the GPU sixteen times or more ("Tiles of fp8 products with fast sums" in
-tests/benchmarks/README.md). It is taken there, on Hopper, with scales of whole factors. All algorithms add in the same
-order: their results have the same bits, so that the choice changes no run. Without fast sums cuBLASLt's first is the
-fastest.
+tests/benchmarks/README.md, H200). It is taken there, on Hopper, with scales of whole factors. Below the limit of power
+both take about as long. All algorithms add in the same order: their results have the same bits, so that the choice
+changes no run. Products without fast sums keep cuBLASLt's first.
 
 Note "Library". It is the one that torch has loaded, found by its name: no other can be in the process. Numbers of its
 enumerations and the layout of its struct are those of cublasLt.h, which keeps them from version to version. Whatever it
