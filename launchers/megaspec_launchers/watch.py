@@ -139,7 +139,11 @@ class Watch:
 
     def ended(self, rank: int) -> None:
         """A rank has ended."""
-        self.seen[rank].is_gone = True
+        seen = self.seen[rank]
+        if seen.page is None:
+            # it made one since the last look: the last heartbeat says how far it came
+            seen.page = Page.open(seen.path)
+        seen.is_gone = True
 
     def look(self, server_pid: int) -> Hang | None:
         """Looks at every rank. -> that one hangs, or that a collective failed on one; each failure once."""

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from megaspec.launcher.beat import Page, page_path
+from megaspec.launcher.heartbeat import read_heartbeat
 from tests.faults.runs import assert_same, go, make_run, newest, recipe
 
 TIMEOUT = 3.0
@@ -148,6 +149,27 @@ def test_thirty_planted_hangs(tmp_path, factory, capfd, number):
     run = make_run(tmp_path / "run", settings)
     hung = hang(run, factory, capfd, fault=fault, freeze_server=kind == "server")
     assert_told(hung, stopped=stopped, ranks=1 if is_alone else 2)
+
+
+def test_a_rank_that_came_and_went_between_two_looks_is_told_with_its_step(tmp_path):
+    from megaspec_launchers.watch import Watch
+
+    store = str(tmp_path / "meeting")
+    watch = Watch(
+        store=store,
+        world_size=1,
+        attempt=0,
+        timeout_seconds=10.0,
+        run_dir=str(tmp_path),
+        writes_heartbeat=True,
+    )
+    watch.add(0, os.getpid())
+    assert watch.look(os.getpid()) is None
+    Page.make(page_path(store, 0)).write_step(8, 10, 2.5)
+    watch.ended(0)
+    watch.end(76)
+    beat = read_heartbeat(tmp_path)
+    assert (beat.state, beat.step, beat.steps, beat.loss) == ("failed", 8, 10, 2.5)
 
 
 def test_a_frozen_launcher_blames_nobody_when_it_goes_on(tmp_path):
