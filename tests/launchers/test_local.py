@@ -387,15 +387,20 @@ def test_a_rank_that_is_stuck_is_named_and_not_one_that_waits_in_a_collective(tm
     assert "rank 1 did not end in time and was killed: it was in stuck (" in capfd.readouterr().err
 
 
+# Less than a rank takes there, and so much more than its launcher, its server and another rank that the kernel, which
+# ends the largest process, ends no other one.
+LITTLE_MEMORY = 400 << 20
+
+
 @pytest.fixture
 def small_group():
     """A control group with little memory, and how a process joins it; the test is skipped where none may be made."""
     groups = Path("/sys/fs/cgroup")
     if (groups / "memory").exists():
-        limits = {"memory.limit_in_bytes": 200 << 20, "memory.memsw.limit_in_bytes": 200 << 20}
+        limits = {"memory.limit_in_bytes": LITTLE_MEMORY, "memory.memsw.limit_in_bytes": LITTLE_MEMORY}
         group = groups / "memory" / f"megaspec-test-{os.getpid()}"
     else:
-        limits = {"memory.max": 200 << 20, "memory.swap.max": 0}
+        limits = {"memory.max": LITTLE_MEMORY, "memory.swap.max": 0}
         group = groups / f"megaspec-test-{os.getpid()}"
     try:
         group.mkdir()
