@@ -63,9 +63,9 @@ class Requirement:
     that all three are made by: only in layers where keys are hidden or scores are capped, or in all."""
     keeps_without_sinks: Literal["never", "hidden", "always"] = "never"
     """In which layers, as in `copies_values`, its output is kept as it was before sinks scaled it, too."""
-    computes_all_in_one_order: bool = False
-    """Where gradients are added in one order its own kernel takes layers that hide and cap nothing, too, which go
-    through sdpa otherwise: all layers are then as those that `hidden` is said of."""
+    plain_through_sdpa: Literal["never", "in any order", "always"] = "never"
+    """Whether layers that hide and cap nothing go through sdpa: only where gradients may be added in any order, or
+    always. Those that it takes itself are as the ones that `hidden` is said of."""
     narrow_states: bool = True
     """Whether it can keep an optimizer's states in fewer than 32 bits."""
     fp8_recipes: tuple[str, ...] = ()
@@ -82,6 +82,10 @@ class Requirement:
     layers are so large that nobody waits for the host."""
     step: int = 1
     """What the widths of its matrices must be multiples of."""
+
+    def takes_all_layers(self, *, deterministic: bool) -> bool:
+        """Whether attention computes itself what goes through sdpa where gradients may be added in any order."""
+        return deterministic and self.plain_through_sdpa == "in any order"
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ CATALOG: dict[str, Operation] = {
                 blocks=False,
                 copies_values="hidden",
                 keeps_without_sinks="hidden",
-                computes_all_in_one_order=True,
+                plain_through_sdpa="in any order",
                 precisions=HALF,
             ),
             "cudnn": Requirement(
@@ -131,6 +135,7 @@ CATALOG: dict[str, Operation] = {
                 head_step=16,
                 deterministic=False,
                 copies_values="hidden",
+                plain_through_sdpa="always",
                 precisions=HALF,
                 package="nvidia-cudnn-frontend",
                 install="pip install 'megaspec[cudnn]'",

@@ -34,8 +34,7 @@ def attention_rates(target: Target) -> tuple[AttentionRate, ...]:
 
 
 def one_order_measured_on(target: Target) -> str | None:
-    """The kind of GPU on which it was measured what attention takes longer in one order of sums than in any; None: it
-    is such a GPU itself."""
+    """The kind of GPU whose rates in one order of sums stand in for this one's; None: it has its own, or none."""
     throughput = _throughput(target)
     if throughput is None or throughput.one_order_measured_on == throughput.hardware.name:
         return None

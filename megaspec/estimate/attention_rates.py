@@ -17,9 +17,6 @@ HEADS = 32
 KV_HEADS = 8
 NOISE = 1.02
 """Times of the same kernel differ by so much."""
-THROUGH_SDPA = ("flex", "cudnn")
-"""Implementations that give torch's sdpa what hides nothing, where gradients are added in any order: what is measured
-of it is theirs."""
 
 
 class AttentionRate(Frozen):
@@ -119,7 +116,7 @@ def against_causal(
     """How many times as long as sdpa's causal attention of sequences of `seq_len` an implementation takes, in a window
     or without, in any order of sums; None: it was not measured at heads of this size."""
     of_size = [one for one in rates if one.head_size == head_size and not one.deterministic]
-    plain = next((one for one in of_size if (one.implementation, one.kind) == ("sdpa", "causal")), None)
+    plain = next((one for one in of_size if is_plain(one)), None)
     own = [one for one in of_size if one.implementation == implementation]
     if plain is None:
         return None
@@ -136,9 +133,8 @@ def against_causal(
 def against_any_order(
     rates: Iterable[AttentionRate], implementation: str, *, kind: AttentionKind, head_size: int, seen: float
 ) -> float | None:
-    """How many times as long as in any order of sums an implementation takes in one, both passes together: the same
-    kernel, but for sdpa and flex, which hide nothing through another one. None: it was not measured in both at heads of
-    this size."""
+    """How many times as long as in any order of sums an implementation takes in one, both passes together. None: it was
+    not measured in both at heads of this size."""
     rates = tuple(rates)
     seconds = {}
     for deterministic in (False, True):
@@ -152,18 +148,18 @@ def against_any_order(
 
 def one_order_as_on(another: Iterable[AttentionRate], own: Iterable[AttentionRate]) -> Iterator[AttentionRate]:
     """Rates in one order of sums of a GPU of which only those in any were measured: another one's, whose architecture
-    and so whose kernels are the same, over what sdpa's causal attention takes there."""
-    plain = {rate.head_size: rate.seconds for rate in own if _is_plain(rate)}
+    and so whose kernels are the same, as many times as long as sdpa's causal attention takes here."""
+    plain = {rate.head_size: rate.seconds for rate in own if is_plain(rate)}
     another = tuple(another)
-    plain_there = {rate.head_size: rate.seconds for rate in another if _is_plain(rate)}
+    plain_there = {rate.head_size: rate.seconds for rate in another if is_plain(rate)}
     for rate in another:
         size = rate.head_size
         if rate.deterministic and size in plain and size in plain_there:
             yield rate.model_copy(update={"seconds": rate.seconds * plain[size] / plain_there[size]})
 
 
-def _is_plain(rate: AttentionRate) -> bool:
-    """What others are compared with: whole sequences through sdpa, sums in any order."""
+def is_plain(rate: AttentionRate) -> bool:
+    """What others are compared with: whole sequences that hide nothing through sdpa, sums in any order."""
     return (rate.implementation, rate.kind, rate.deterministic) == ("sdpa", "causal", False)
 
 

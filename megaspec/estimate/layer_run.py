@@ -210,7 +210,7 @@ def _in_layers(recipe: Recipe, layers: Literal["never", "hidden", "always"]) -> 
 def takes_all_layers(recipe: Recipe) -> bool:
     """Whether a filled recipe's attention computes itself, too, what hides and caps nothing and goes through sdpa in
     any order."""
-    return recipe.train.deterministic and _attention(recipe).computes_all_in_one_order
+    return _attention(recipe).takes_all_layers(deterministic=recipe.train.deterministic)
 
 
 def layer_run(recipe: Recipe) -> LayerRun:

@@ -511,7 +511,7 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
     seq_len = spec.data.seq_len
     attentions = [kind.attention for kind in model.facts.kinds if kind.attention is not None]
     heads = whole_sequence_heads(model.n_heads, model.n_kv_heads, parallelism=spec.parallelism)
-    takes_all = spec.train.deterministic and CATALOG["attention"].implementations[name].computes_all_in_one_order
+    takes_all = CATALOG["attention"].implementations[name].takes_all_layers(deterministic=spec.train.deterministic)
     in_blocks = []
     whole = []
     for one in attentions:

@@ -19,9 +19,9 @@ from megaspec.estimate.attention_rates import (
     HEAD_SIZES,
     HEADS,
     KV_HEADS,
-    THROUGH_SDPA,
     AttentionKind,
     AttentionRate,
+    is_plain,
 )
 from megaspec.estimate.curves import Curve, never_faster
 from megaspec.estimate.hardware import Hardware
@@ -36,7 +36,7 @@ from megaspec.runtime.build import DTYPES, build, initialise
 from megaspec.runtime.step import train_step
 from megaspec_kernels.attention.bench import packed_documents
 from megaspec_kernels.attention.sdpa import attention
-from megaspec_kernels.catalog import Use, runs_on, unmet
+from megaspec_kernels.catalog import CATALOG, Use, runs_on, unmet
 from megaspec_kernels.product import add_product_
 from megaspec_kernels.registry import REGISTRY, AttentionKernel
 
@@ -83,12 +83,12 @@ class Stopwatch:
         self._a = torch.randn(4096, 4096, device=device, dtype=dtype)
         self._b = torch.randn(4096, 4096, device=device, dtype=dtype)
         self._c = torch.empty_like(self._a)
-        # products that run before what is timed: one to find out how many make 10 ms
-        self._ahead = 1
         # a GPU that did nothing is at a fraction of its clock
         for _ in range(100):
             self._product()
         self._cycles = _cycles_per_second()
+        # products that run before what is timed: one to find out how many make 10 ms
+        self._ahead = 1
         self._ahead = max(1, ceil(AHEAD / self.seconds(self._product, calls=5)))
 
     def _product(self) -> None:
@@ -334,14 +334,14 @@ def measure_attention_rates(
                 # flex compiles for each use, and torch compiles a function eight times at most
                 torch.compiler.reset()
                 points = _points_of(name, head_size, target, deterministic=deterministic)
-                if not deterministic and name in THROUGH_SDPA:
+                if not deterministic and CATALOG["attention"].implementations[name].plain_through_sdpa != "never":
                     # two times of one kernel would differ by noise
                     points = [point for point in points if point[0] != "causal"]
                     for rate in of_sdpa:
                         if rate.head_size == head_size:
                             yield rate.model_copy(update={"implementation": name})
                 for rate in _rates_of(name, head_size, points, watch, device, tell, deterministic=deterministic):
-                    if (rate.implementation, rate.kind, deterministic) == ("sdpa", "causal", False):
+                    if is_plain(rate):
                         of_sdpa.append(rate)
                     yield rate
 
